@@ -1,0 +1,62 @@
+"""Eight CPU devices, one compile cache, and clean settings, for tests and doctests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ["JAX_PLATFORMS"] = "cpu"
+for variable in ("MESHWRIGHT_VIRTUAL", "MESHWRIGHT_CATALOG", "KERAS_BACKEND"):
+    os.environ.pop(variable, None)
+os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
+
+import meshwright as mw  # noqa: E402
+from meshwright.devices.settings import current_settings, keep_settings  # noqa: E402
+
+mw.configure(virtual=8)
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def clean_settings() -> Iterator[None]:
+    """Undoes what a test set that needs no restart of the runtime."""
+    before = current_settings()
+    yield
+    keep_settings(before)
+    mw.set_soft_placement(True)
+    mw.set_placement_log(False)
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Run:
+    """Runs Python source as a script of its own, in a process of its own."""
+
+    def run(
+        source: str, *, status: int = 0, **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        base = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("KERAS_BACKEND", "JAX_PLATFORMS")
+        }
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            env={**base, **environment},
+            cwd=tmp_path,
+            timeout=200,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return run

@@ -1,0 +1,64 @@
+"""`meshwright`: the verbs, and what their errors look like."""
+
+import sys
+import traceback
+
+from meshwright import __version__
+from meshwright.cli.demo import demo
+from meshwright.cli.devices import devices
+from meshwright.cli.doctor import doctor
+from meshwright.errors import MeshwrightError
+
+import click
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="meshwright")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Train one Keras model on many devices."""
+
+
+for _verb in (demo, devices, doctor):
+    cli.add_command(_verb)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits with the status of its outcome."""
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(_run(given))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        status = cli.main(arguments, prog_name="meshwright", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return 130
+    except MeshwrightError as error:
+        _explain(error.received, error.rule, error.change, arguments)
+        return error.exit_code
+    except Exception as error:
+        _explain(
+            f"{type(error).__name__}: {error}",
+            "this is a fault of Meshwright, not yours",
+            "run it again with --debug before the verb, and report the output",
+            arguments,
+        )
+        return 1
+
+
+def _explain(received: str, rule: str, change: str, arguments: list[str]) -> None:
+    if "--debug" in arguments:
+        traceback.print_exc()
+    click.echo(f"error: {received}\nrule: {rule}\nfix: {change}", err=True)
+
+
+if __name__ == "__main__":
+    main()

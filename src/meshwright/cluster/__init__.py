@@ -1,0 +1,1 @@
+"""This process among the others."""

@@ -1,0 +1,183 @@
+"""What a compiled step needs on one device, and the limit it must keep."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+from meshwright.devices.sizes import format_bytes
+from meshwright.errors import MemoryLimitError
+
+# An instruction of the entry computation: result type(s), opcode, and the name that
+# JAX gave to the operation. `ROOT` only gathers the outputs.
+_INSTRUCTION = re.compile(r"^  %?\S+ = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\(")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
+_WRAPPER = re.compile(r"(jvp|transpose|vmap|checkpoint|rematted_computation)\((.*)\)")
+_NO_BUFFER = {"bitcast", "tuple", "get-tuple-element", "constant", "after-all"}
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One buffer of a compiled step."""
+
+    kind: str
+    path: str
+    type: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.type} {format_bytes(self.bytes)} ({self.kind})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMemory:
+    """The memory of one compiled step on one device, in bytes."""
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    aliased: int
+    """Outputs that reuse the memory of arguments."""
+    argument_kinds: Mapping[str, int]
+    """How `arguments` divides: parameters, optimizer state, batch, ..."""
+    largest: tuple[Tensor, ...]
+    """The largest tensors, by layer."""
+
+    @classmethod
+    def of(
+        cls,
+        compiled: Any,
+        labels: Mapping[str, tuple[str, str]],
+        num_largest: int = 3,
+    ) -> Self:
+        """Reads the compiler's own analysis.
+
+        Arguments:
+            compiled: What `jax.jit(f).lower(...).compile()` returns.
+            labels: Kind and path of each argument, by JAX's name for it
+                (`'state[0][1]'`); arguments without a label are the batch.
+            num_largest: How many of the largest tensors to name.
+        """
+        analysis = compiled.memory_analysis()
+        tensors = list(_tensors(compiled.as_text(), labels))
+        kinds: dict[str, int] = {}
+        for tensor in tensors:
+            if tensor.kind != "temporary":
+                kinds[tensor.kind] = kinds.get(tensor.kind, 0) + tensor.bytes
+        return cls(
+            arguments=analysis.argument_size_in_bytes,
+            temporaries=analysis.temp_size_in_bytes,
+            outputs=analysis.output_size_in_bytes,
+            aliased=analysis.alias_size_in_bytes,
+            argument_kinds=kinds,
+            largest=tuple(sorted(tensors, key=lambda t: -t.bytes)[:num_largest]),
+        )
+
+    @property
+    def needed(self) -> int:
+        """Arguments + temporaries + outputs - aliases."""
+        return self.arguments + self.temporaries + self.outputs - self.aliased
+
+    def by_kind(self) -> dict[str, int]:
+        """The bytes of each kind; they add up to `needed`."""
+        named = dict(self.argument_kinds)
+        rest = self.arguments - sum(named.values())
+        return {
+            **named,
+            **({"other arguments": rest} if rest else {}),
+            "temporaries": self.temporaries,
+            "outputs not in place": self.outputs - self.aliased,
+        }
+
+
+def refuse_over_limit(
+    memory: StepMemory, limit: int, what: str, batch_size: int
+) -> None:
+    """Raises `MemoryLimitError` if a step needs more than `limit` bytes on a device.
+
+    Arguments:
+        memory: The step's needs.
+        limit: Bytes that it may use.
+        what: The step, in words.
+        batch_size: Samples in the step's batch, for the advice.
+    """
+    if memory.needed <= limit:
+        return
+    kinds = ", ".join(
+        f"{k} {format_bytes(b)}" for k, b in memory.by_kind().items() if b
+    )
+    raise MemoryLimitError(
+        f"{what} with a batch of {batch_size} needs {format_bytes(memory.needed)} per "
+        f"device ({kinds}); the limit is {format_bytes(limit)}. Largest tensors: "
+        f"{'; '.join(str(t) for t in memory.largest)}.",
+        "Arguments + temporaries + outputs - aliases of a compiled step must fit the "
+        "memory limit of each device.",
+        _advice(memory, limit, batch_size),
+        needed=memory.needed,
+        limit=limit,
+        by_kind=memory.by_kind(),
+        largest=tuple(t.path for t in memory.largest),
+    )
+
+
+def _advice(memory: StepMemory, limit: int, batch_size: int) -> str:
+    """The change that helps. Gradients do not shrink with the batch; the rest of the
+    temporaries does, so the batch size is an estimate on the safe side."""
+    raise_it = f"set memory_limit to at least {memory.needed} bytes"
+    parameters = memory.argument_kinds.get("parameters", 0)
+    is_training = "optimizer state" in memory.argument_kinds
+    fixed = memory.arguments - memory.argument_kinds.get("batch", 0)
+    fixed += min(parameters, memory.temporaries) if is_training else 0
+    shrinks = memory.needed - fixed
+    fitting = int(batch_size * (limit - fixed) / shrinks) if shrinks > 0 else 0
+    if 1 <= fitting < batch_size:
+        return f"Use batch_size={fitting} (estimated) or less, or {raise_it}."
+    return (
+        f"No batch size helps, because {format_bytes(fixed)} do not depend on it: use "
+        f"smaller layers or an optimizer with less state, or {raise_it}."
+    )
+
+
+def _tensors(hlo: str, labels: Mapping[str, tuple[str, str]]) -> Iterator[Tensor]:
+    """The buffers of the entry computation, from the text of the compiled program."""
+    entry = hlo[hlo.index("\nENTRY ") :]
+    for line in entry.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None or match["opcode"] in _NO_BUFFER:
+            continue
+        named = _OP_NAME.search(line)
+        name = named[1] if named else ""
+        if match["opcode"] == "parameter":
+            kind, path = labels.get(name, ("batch", name))
+        else:
+            kind, path = "temporary", layer_path(name)
+        for tensor in _TENSOR.finditer(match["type"]):
+            yield Tensor(kind=kind, path=path, type=tensor[0], bytes=_bytes_of(tensor))
+
+
+def _bytes_of(tensor: re.Match[str]) -> int:
+    dims = [int(dim) for dim in tensor["dims"].split(",") if dim]
+    bits = _BITS.search(tensor["dtype"])
+    # `pred` is the one type without a width in its name; it takes a byte.
+    return prod(dims) * (int(bits[0]) if bits else 8) // 8
+
+
+def layer_path(op_name: str) -> str:
+    """The layer in the name that JAX gives to an operation.
+
+    >>> layer_path("jit(train_step)/transpose(jvp(encoder))/dense/dot_general")
+    'encoder/dense'
+    >>> layer_path("jit(train_step)/add")
+    'train_step'
+    """
+    step, *parts = op_name.split("/")
+    layers = []
+    for part in parts[:-1]:
+        while match := _WRAPPER.fullmatch(part):
+            part = match[2]
+        if part and not part.startswith("jit("):
+            layers.append(part)
+    return "/".join(layers) or step.removeprefix("jit(").removesuffix(")") or "step"

@@ -1,0 +1,133 @@
+"""`meshwright.device`, and what happens when the device is not there."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from meshwright.devices.device import Device
+from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.names import DeviceName, parse_device_name
+from meshwright.devices.placement_log import switch_log
+from meshwright.devices.runtime import name_of, usable_devices, why_unusable
+from meshwright.devices.scope import enter
+from meshwright.devices.start import user_line
+from meshwright.errors import PlacementWarning, UnknownDeviceError
+
+import jax
+
+
+class _SoftPlacement:
+    # Switchable for the whole process at any time, as in TensorFlow.
+    on = True
+    warned: frozenset[str] = frozenset()
+
+
+def device(
+    name: str | Device | jax.Device | None,
+) -> contextlib._GeneratorContextManager[str | None]:
+    """Puts eager work, variables and layers on a device, for as long as they live.
+
+    Variables keep their device, also when values from elsewhere are assigned. Layers
+    compute where they were made. Scopes nest, the innermost counts; `None` (or `''`)
+    returns to automatic placement. Used as a decorator it wraps a function.
+
+    Arguments:
+        name: `'GPU:1'` in any of TensorFlow's spellings, a device from
+            `meshwright.devices()`, or one of JAX's.
+
+    Raises:
+        DeviceNameError: `name` spells no device.
+        UnknownDeviceError: The device does not exist and soft placement is off.
+
+    >>> import meshwright as mw
+    >>> import jax.numpy as jnp
+    >>> with mw.device("CPU:0"):
+    ...     print(jnp.ones(3).device)
+    cpu:0
+    """
+    if isinstance(name, jax.Device):
+        name = name_of(name)
+    if name is None or name == "":
+        return _place(None)
+    text = str(name) if isinstance(name, Device) else name
+    return _place(parse_device_name(text, tuple(d.name for d in usable_devices())))
+
+
+@contextlib.contextmanager
+def _place(wanted: DeviceName | None) -> Iterator[str | None]:
+    install_keras_hooks()
+    name = None if wanted is None else _resolve(wanted)
+    with enter(name):
+        yield name
+
+
+def set_soft_placement(enabled: bool) -> None:
+    """Chooses what happens when a named device is not there.
+
+    On, which is the default: an existing device takes its place, with one warning
+    that names both. Off: an error that lists what exists.
+
+    >>> import meshwright as mw
+    >>> mw.set_soft_placement(False)
+    >>> with mw.device("GPU:7"):
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    meshwright.errors.UnknownDeviceError: /device:GPU:7 unknown device.
+    ...
+    >>> mw.set_soft_placement(True)
+    """
+    _SoftPlacement.on = bool(enabled)
+    _SoftPlacement.warned = frozenset()
+
+
+def set_placement_log(enabled: bool) -> None:
+    """Switches the log of placements on or off, at any time.
+
+    On, every eager operation gives a line
+    `Executing op MatMul in device /device:GPU:0` (TensorFlow's names for the common
+    operations), and every compiled step of a model a line per layer with its devices
+    and the shapes of its shards. The lines go to the logger `meshwright.placement` at
+    level INFO, and to standard error if logging was not set up. Of eager work, that of
+    this thread and of threads started from now on is seen.
+
+    >>> import meshwright as mw
+    >>> mw.set_placement_log(True)
+    >>> mw.set_placement_log(False)
+    """
+    install_keras_hooks()
+    switch_log(bool(enabled))
+
+
+def _resolve(wanted: DeviceName) -> str:
+    """The name of the device to use for the one that was asked for."""
+    name = str(DeviceName(wanted.kind, wanted.index or 0))
+    usable = usable_devices()
+    if any(d.name == name for d in usable):
+        return name
+    because = why_unusable(wanted.kind)
+    if not _SoftPlacement.on:
+        raise UnknownDeviceError(
+            f"{name} unknown device.",
+            f"Soft placement is off, so the device must exist: {because}.",
+            f"Use one of {', '.join(d.name for d in usable)}, "
+            "or call meshwright.set_soft_placement(True).",
+        )
+    same_kind = [d.name for d in usable if d.kind == wanted.kind]
+    instead = (same_kind or [name_of(jax.devices()[0])])[0]
+    _warn_once(name, instead, because)
+    return instead
+
+
+def _warn_once(name: str, instead: str, because: str) -> None:
+    if name in _SoftPlacement.warned:
+        return
+    _SoftPlacement.warned |= {name}
+    file, line = user_line() or ("<unknown>", 1)
+    warnings.warn_explicit(
+        f"{name} is not there ({because}); {instead} takes its place. "
+        "meshwright.set_soft_placement(False) makes this an error.",
+        PlacementWarning,
+        file,
+        line,
+    )

@@ -1,0 +1,93 @@
+"""The placement log: what runs where, one line each, to `meshwright.placement`."""
+
+import logging
+import sys
+from typing import Any, TextIO
+
+from meshwright.devices import eager_trace
+from meshwright.devices.operation_names import operation_name
+from meshwright.devices.runtime import names_of
+from meshwright.devices.table import rows_by_layer
+
+import jax
+
+logger = logging.getLogger("meshwright.placement")
+
+
+class _Log:
+    on = False
+
+
+class _LastResort(logging.StreamHandler[TextIO]):
+    """Prints to standard error as long as nobody has set up logging."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [h for h in logger.handlers if h is not self]
+        if not others and not logging.getLogger().handlers:
+            self.setStream(sys.stderr)
+            super().emit(record)
+
+
+_last_resort = _LastResort()
+
+
+def switch_log(enabled: bool) -> None:
+    """Starts or stops writing lines; to do what is done already is fine."""
+    if enabled == _Log.on:
+        return
+    if enabled:
+        eager_trace.listen(_log_operation)
+        logger.addHandler(_last_resort)
+        logger.setLevel(logging.INFO)
+    else:
+        eager_trace.stop()
+        logger.removeHandler(_last_resort)
+        logger.setLevel(logging.NOTSET)
+    _Log.on = enabled
+
+
+def is_logging() -> bool:
+    """Whether the placement log is on."""
+    return _Log.on
+
+
+def log_step(model: Any, step: str, variables: Any, values: Any) -> None:
+    """Writes a line for every layer of a step that is about to run.
+
+    Arguments:
+        model: The Keras model.
+        step: The step's name.
+        variables: Lists of the model's variables, as in the step's state.
+        values: The arrays of these variables, which `fit` keeps apart from them.
+    """
+    placed = {
+        id(variable): value
+        for group, arrays in zip(variables, values, strict=True)
+        for variable, value in zip(group, arrays, strict=True)
+    }
+    for path, rows in rows_by_layer(model, placed).items():
+        shards = ", ".join(
+            f"{row.variable} {row.shape} in shards {row.shard_shape}"
+            for row in rows
+            if row.variable
+        )
+        where = ", ".join(dict.fromkeys(d for row in rows for d in row.devices))
+        logger.info(
+            "Running %s: layer %s (%s) in device %s%s",
+            step,
+            path,
+            rows[0].layer_type,
+            where,
+            f": {shards}" if shards else "",
+        )
+
+
+def _log_operation(name: str, result: Any) -> None:
+    if isinstance(result, jax.Array) and not isinstance(result, jax.core.Tracer):
+        where = ", ".join(names_of(result.sharding))
+        logger.info(
+            "Executing op %s in device %s", operation_name(name, result.ndim), where
+        )

@@ -1,0 +1,80 @@
+"""What the user asked for: one value for the whole process, and how it is spelled."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import ConfigurationError
+
+ENVIRONMENT_VARIABLE = "MESHWRIGHT_VIRTUAL"
+MOST_VIRTUAL_DEVICES = 1024
+
+_VIRTUAL = re.compile(r"(?:(?P<kind>CPU|GPU):)?(?P<count>\d{1,9})", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """A number of devices made of the CPU, listed as CPUs or as stand-in GPUs."""
+
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The configuration of devices; `None` leaves a matter to the runtime."""
+
+    visible: tuple[str, ...] | None = None
+    """Names or kinds of the devices that may be used, in their new order."""
+    virtual: Virtual | None = None
+    """Devices to be made of the CPU."""
+    memory_limit: int | None = None
+    """Bytes that a step may use on each device."""
+    memory_growth: bool | None = None
+    """True: GPU memory is taken as it is needed; False: at once."""
+
+
+class _Holder:
+    # Devices and their configuration belong to the process, as JAX's runtime does.
+    settings = Settings()
+
+
+def current_settings() -> Settings:
+    """The settings in force."""
+    return _Holder.settings
+
+
+def keep_settings(settings: Settings) -> None:
+    """Makes `settings` the ones in force; `configure` decides whether they may be."""
+    _Holder.settings = settings
+
+
+def parse_virtual(value: int | str, source: str) -> Virtual:
+    """Reads a request for virtual devices.
+
+    Arguments:
+        value: A count of CPU devices, or a text: `'GPU:4'`, `'CPU:8'`, `'8'`.
+        source: Where it was written, for the error message.
+
+    >>> parse_virtual("gpu:4", "virtual"), parse_virtual(8, "virtual")
+    (Virtual(kind='GPU', count=4), Virtual(kind='CPU', count=8))
+    """
+    usable = isinstance(value, int | str) and not isinstance(value, bool)
+    match = _VIRTUAL.fullmatch(str(value).strip()) if usable else None
+    if match is None or not 1 <= int(match["count"]) <= MOST_VIRTUAL_DEVICES:
+        raise ConfigurationError(
+            f"{source} received {value!r} (a {type(value).__name__}).",
+            f"It takes a count from 1 to {MOST_VIRTUAL_DEVICES}, or a text with a "
+            "kind: '8' and 'CPU:8' make eight devices of the CPU, 'GPU:4' makes four "
+            "stand-in GPUs.",
+            f"Write, for example, {source}='GPU:4'.",
+        )
+    return Virtual((match["kind"] or "CPU").upper(), int(match["count"]))
+
+
+def settings_from_environment(environment: Mapping[str, str]) -> Settings:
+    """The settings that environment variables ask for."""
+    asked = environment.get(ENVIRONMENT_VARIABLE)
+    if not asked:
+        return Settings()
+    return Settings(virtual=parse_virtual(asked, ENVIRONMENT_VARIABLE))

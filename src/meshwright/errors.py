@@ -1,0 +1,120 @@
+"""Every error and warning that Meshwright raises on purpose.
+
+    MeshwrightError
+    ├── BackendError              (ImportError)   Keras runs on another backend
+    ├── DeviceNameError           (ValueError)    not the spelling of a device
+    ├── UnknownDeviceError        (RuntimeError)  a device that is not there
+    ├── ConfigurationError        (ValueError)    a value that cannot be configured
+    ├── LateConfigurationError    (RuntimeError)  the runtime has already started
+    ├── CatalogError              (ValueError)    unknown accelerator, bad catalog file
+    ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
+    ├── PlacementError            (RuntimeError)  work that the placement does not allow
+    └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
+
+    MeshwrightWarning             (UserWarning)
+    └── PlacementWarning                          a device was replaced by another
+
+An error speaks in three beats: what was received, the rule, what to change.
+Each class is explained in `docs/errors.md`.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class MeshwrightError(Exception):
+    """Base of all errors.
+
+    Attributes:
+        received: What was received, with its values.
+        rule: The rule it breaks.
+        change: What to change, concretely.
+        exit_code: The command line's exit status for this error.
+
+    >>> error = DeviceNameError("Got 'GPU7'.", "Names have an index.", "Use 'GPU:7'.")
+    >>> print(error)
+    Got 'GPU7'.
+    Names have an index.
+    Use 'GPU:7'.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, received: str, rule: str, change: str) -> None:
+        super().__init__(received, rule, change)
+        self.received = received
+        self.rule = rule
+        self.change = change
+
+    def __str__(self) -> str:
+        return f"{self.received}\n{self.rule}\n{self.change}"
+
+
+class BackendError(MeshwrightError, ImportError):
+    """Keras is already loaded with a backend other than JAX."""
+
+
+class DeviceNameError(MeshwrightError, ValueError):
+    """A text or value that does not spell a device."""
+
+
+class UnknownDeviceError(MeshwrightError, RuntimeError):
+    """A well-spelled device that this process does not have."""
+
+
+class ConfigurationError(MeshwrightError, ValueError):
+    """A value that `meshwright.configure` or an environment variable cannot take."""
+
+
+class LateConfigurationError(MeshwrightError, RuntimeError):
+    """A setting that came after the runtime had started and was in use."""
+
+
+class CatalogError(MeshwrightError, ValueError):
+    """An accelerator that the catalog does not know, or a catalog file with a fault."""
+
+
+class MemoryLimitError(MeshwrightError, MemoryError):
+    """A compiled step that needs more memory than its device may use.
+
+    Attributes:
+        needed: Bytes that the step needs on one device.
+        limit: Bytes that it may use.
+        by_kind: Bytes of each kind (parameters, ...); they sum to `needed`.
+        largest: Paths of the largest tensors, largest first.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        received: str,
+        rule: str,
+        change: str,
+        *,
+        needed: int = 0,
+        limit: int = 0,
+        by_kind: Mapping[str, int] | None = None,
+        largest: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(received, rule, change)
+        self.needed = needed
+        self.limit = limit
+        self.by_kind = dict(by_kind or {})
+        self.largest = largest
+
+
+class PlacementError(MeshwrightError, RuntimeError):
+    """Work that cannot run with the model's layers where they were put."""
+
+
+class UnsupportedVersionError(MeshwrightError, RuntimeError):
+    """An installed library that lacks something Meshwright stands on."""
+
+
+class MeshwrightWarning(UserWarning):
+    """Base of all warnings."""
+
+
+class PlacementWarning(MeshwrightWarning):
+    """A device that is not there was replaced by one that is."""

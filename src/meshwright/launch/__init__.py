@@ -1,0 +1,1 @@
+"""Starts other processes, and finds out whether this machine is ready for them."""

@@ -1,0 +1,160 @@
+"""The command line: its verbs and flags, its output, its errors and exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.main import cli, main
+from meshwright.errors import MeshwrightError
+
+import click
+import pytest
+
+SNAPSHOT = Path(__file__).with_name("verbs.json")
+
+
+def verbs_and_flags() -> dict[str, list[str]]:
+    def flags(command: click.Command) -> list[str]:
+        return sorted(option for p in command.params for option in p.opts)
+
+    verbs = {name: flags(command) for name, command in cli.commands.items()}
+    return {"meshwright": flags(cli), **dict(sorted(verbs.items()))}
+
+
+def test_verbs_and_flags_are_those_of_the_snapshot() -> None:
+    # A new verb or flag is a promise: write it into verbs.json on purpose.
+    assert verbs_and_flags() == json.loads(SNAPSHOT.read_text())
+
+
+def test_every_verb_speaks_json_and_explains_itself() -> None:
+    for name, command in cli.commands.items():
+        assert "--json" in verbs_and_flags()[name], name
+        assert command.help, name
+        assert all(p.help for p in command.params if isinstance(p, click.Option)), name
+
+
+def call(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    status = stopped.value.code
+    assert isinstance(status, int)
+    return status
+
+
+def test_devices_lists_names_and_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("devices") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[0].startswith("/device:CPU:0  ")
+    assert lines[-1] == "8 devices; is all well? meshwright doctor"
+    assert call("devices", "--kind", "gpu") == 0
+    assert capsys.readouterr().out.startswith("0 devices")
+
+
+def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("devices", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [d["name"] for d in listed][:2] == ["/device:CPU:0", "/device:CPU:1"]
+
+
+def test_the_catalog_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("devices", "--catalog") == 0
+    lines = capsys.readouterr().out.splitlines()
+    (h200,) = [line for line in lines if line.startswith("H200 ")]
+    assert "990 TFLOP/s in 16 bits, 141.0 GiB, $" in h200
+    (cpu,) = [line for line in lines if line.startswith("CPU ")]
+    assert "peak unknown, memory unknown, price unknown" in cpu
+    assert call("devices", "--catalog", "--json") == 0
+    entries: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert {"name", "peak_flops", "memory", "price", "sources"} <= set(entries[0])
+
+
+@pytest.mark.processes
+def test_doctor_prints_its_block_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("doctor", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdict"].startswith("verdict: ready")
+
+
+def test_doctor_fails_if_a_check_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright.cli import doctor as verb
+    from meshwright.launch.doctor import FAIL, Check, Diagnosis
+
+    bad = Diagnosis((Check(name="disk", status=FAIL, detail="full"),))
+    monkeypatch.setattr(verb, "diagnose", lambda: bad)
+    assert call("doctor") == 1
+    assert "verdict: not ready: disk" in capsys.readouterr().out
+
+
+def test_errors_are_three_lines_and_carry_their_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call("devices", "--kind", "QPU") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error: 'QPU' (a str) is not a kind of device.",
+        "rule: The kinds are CPU, GPU, TPU, in either case.",
+        "fix: Leave it out to list every device.",
+    ]
+    assert call("--debug", "devices", "--kind", "QPU") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_usage_errors_and_internal_errors_and_interrupts_have_their_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("no-such-verb") == 2
+    assert call("devices", "--no-such-flag") == 2
+    capsys.readouterr()
+    for error, status in ((ZeroDivisionError("x"), 1), (KeyboardInterrupt(), 130)):
+
+        def fail(*_: object, _error: BaseException = error, **__: object) -> None:
+            raise _error
+
+        monkeypatch.setattr(cli, "main", fail)
+        assert call("devices") == status
+    err = capsys.readouterr().err
+    assert "error: ZeroDivisionError: x\nrule: this is a fault of Meshwright" in err
+    assert (
+        "fix: run it again with --debug before the verb, and report the output" in err
+    )
+    assert err.endswith("interrupted\n")
+
+
+def test_help_and_version_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--help") == 0
+    assert "demo" in capsys.readouterr().out
+    assert call("--version") == 0
+    assert capsys.readouterr().out.startswith("meshwright, version ")
+
+
+def test_every_error_has_an_exit_code_of_the_table() -> None:
+    table = {1, 2, 3, 4, 5, 6, 7, 8, 75, 130}
+    assert {e.exit_code for e in MeshwrightError.__subclasses__()} <= table
+
+
+@pytest.mark.processes
+def test_the_demo_shows_what_it_says() -> None:
+    inherited = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", "demo", "--json"],
+        capture_output=True,
+        text=True,
+        env=inherited,
+        check=True,
+    )
+    facts = json.loads(done.stdout)
+    assert facts["devices"] == [f"/device:GPU:{i}" for i in range(4)] + [
+        "/device:CPU:0"
+    ]
+    assert "Executing op MatMul in device /device:GPU:1" in facts["operations"]
+    assert facts["training"]["devices"] == ["/device:GPU:3"]
+    assert facts["training"]["difference"] == 0.0
+    assert facts["training"]["accuracy"] > 0.8
+    assert facts["memory_limit"].startswith("train_step of ")
+    assert facts["seconds"] < 120
