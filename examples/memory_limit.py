@@ -17,10 +17,8 @@ print(mw.devices("GPU")[0].describe())
 ones = jnp.ones((256, 2**20), jnp.float32)  # one GiB
 stats = ones.device.memory_stats()
 if stats:
-    print(
-        f"allocator: {stats['bytes_in_use']} bytes in use, "
-        f"{stats['pool_bytes']} taken from the GPU, limit {stats['bytes_limit']}"
-    )
+    shown = {k: stats.get(k) for k in ("bytes_in_use", "pool_bytes", "bytes_limit")}
+    print(f"the allocator says {shown}")
     try:
         jnp.ones((5 * 256, 2**20), jnp.float32).block_until_ready()
     except RuntimeError as error:
@@ -35,8 +33,10 @@ few = np.ones((512, 1024), np.float32)
 model.fit(few, few, batch_size=512, verbose=0)
 print("a batch of 512 trains")
 
-many = np.broadcast_to(few[:1], (400_000, 1024))
-try:
-    model.fit(many, many, batch_size=400_000, verbose=0)
-except mw.errors.MemoryLimitError as error:
-    print(f"a batch of 400,000 is refused:\n{error}")
+many = np.broadcast_to(few[:1], (300_000, 1024))
+for batch_size in (300_000, 100_000):
+    try:
+        model.fit(many, many, batch_size=batch_size, verbose=0)
+        print(f"a batch of {batch_size} trains")
+    except mw.errors.MemoryLimitError as error:
+        print(f"a batch of {batch_size} is refused:\n{error}")

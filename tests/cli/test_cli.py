@@ -152,7 +152,7 @@ def test_the_demo_shows_what_it_says() -> None:
     assert facts["devices"] == [f"/device:GPU:{i}" for i in range(4)] + [
         "/device:CPU:0"
     ]
-    assert "Executing op MatMul in device /device:GPU:1" in facts["operations"]
+    assert "Executing op MatMul in device /device:GPU:3" in facts["operations"]
     assert facts["training"]["devices"] == ["/device:GPU:3"]
     assert facts["training"]["difference"] == 0.0
     assert facts["training"]["accuracy"] > 0.8

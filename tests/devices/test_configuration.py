@@ -92,29 +92,42 @@ def test_stand_ins_take_the_place_of_real_gpus_with_a_warning(run_script: Run) -
 
 def test_visible_growth_and_limit_reach_cuda_together(run_script: Run) -> None:
     done = run_script(
-        "import os, meshwright as mw\n"
+        "import meshwright as mw\n"
+        "from jax._src import xla_bridge\n"
+        "import jax\n"
+        "def show():\n"
+        "    print(xla_bridge.CUDA_VISIBLE_DEVICES.value, jax.config.jax_platforms,\n"
+        "          jax.config.jax_pjrt_client_create_options)\n"
         "mw.configure(visible=['GPU:1', 'GPU:2'], memory_limit='15GiB',"
         " memory_growth=True)\n"
-        "from jax._src import xla_bridge\n"
-        "print(xla_bridge.CUDA_VISIBLE_DEVICES.value)\n"
-        "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])\n"
-        "print(os.environ['XLA_CLIENT_MEM_FRACTION'])\n"
-        "print('XLA_PYTHON_CLIENT_MEM_FRACTION' in os.environ)\n"
+        "show()\n"
         "mw.configure(memory_growth=False)\n"
-        "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])\n"
+        "show()\n"
         "mw.configure(visible=[])\n"
-        "print(xla_bridge.CUDA_VISIBLE_DEVICES.value)\n"
-        "import jax; print(jax.config.jax_platforms)\n"
+        "show()\n"
         "mw.configure(visible='GPU')\n"
-        "print(xla_bridge.CUDA_VISIBLE_DEVICES.value, jax.config.jax_platforms)\n",
+        "show()\n",
         PYTHONPATH=FAKES,
-        XLA_PYTHON_CLIENT_MEM_FRACTION="0.9",
     )
     # 15 GiB of the larger card's 150 GiB: no card may take more than the limit.
     assert done.stdout.splitlines() == [
-        *("1,2", "false", "0.10000000", "False", "true"),
-        *("all", "cpu", "0,1,2,3 None"),
+        "1,2 None {'memory_fraction': 0.1, 'preallocate': False}",
+        "1,2 None {'memory_fraction': 0.1, 'preallocate': True}",
+        "all cpu None",
+        "0,1,2,3 None {'memory_fraction': 0.1, 'preallocate': True}",
     ]
+
+
+def test_other_options_of_the_gpu_client_are_kept(run_script: Run) -> None:
+    done = run_script(
+        "import jax\n"
+        "import meshwright as mw\n"
+        "jax.config.update('jax_pjrt_client_create_options', 'a:b;c:d')\n"
+        "mw.configure(memory_growth=True)\n"
+        "print(jax.config.jax_pjrt_client_create_options)\n",
+        PYTHONPATH=FAKES,
+    )
+    assert done.stdout == "{'a': 'b', 'c': 'd', 'preallocate': False}\n"
 
 
 def test_visible_twice_means_the_same_devices_twice(run_script: Run) -> None:

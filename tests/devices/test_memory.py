@@ -2,6 +2,7 @@
 
 import meshwright as mw
 from meshwright.devices.memory import StepMemory, layer_path, refuse_over_limit
+from meshwright.devices.step import refusal_of_batches_over_limit
 from meshwright.errors import MemoryLimitError
 
 import jax
@@ -162,11 +163,30 @@ def test_a_large_activation_is_named_by_its_layer() -> None:
     mw.configure(memory_limit="2MiB")
     with pytest.raises(MemoryLimitError) as caught:
         model.fit(np.ones((512, 8)), np.ones((512, 1)), batch_size=512, verbose=0)
-    assert (
-        caught.value.largest == ("fat", "fat", "fat")
-        or "fat" in caught.value.largest[0]
-    )
+    assert caught.value.largest[0] == "fat"
     assert "f32[512,4096] 8.0 MiB (temporary)" in str(caught.value)
+
+
+def test_a_batch_that_finds_no_room_on_its_device_is_refused_in_our_words() -> None:
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    data = (np.zeros((8, 1024), np.float32), np.zeros(8, np.float32))
+    mw.configure(memory_limit="16KiB")
+    with pytest.raises(MemoryLimitError) as caught, refusal_of_batches_over_limit(data):
+        raise full
+    assert str(caught.value).split("\n") == [
+        "A batch of 8 (32.0 KiB) found no room on its device; the limit is 16.0 KiB.",
+        "A batch, the next one and the model must fit the memory limit of a device.",
+        "Use a batch_size well below 8, or raise memory_limit.",
+    ]
+    other = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    with pytest.raises(jax.errors.JaxRuntimeError), refusal_of_batches_over_limit(data):
+        raise other
+
+
+def test_without_a_limit_the_allocator_s_own_error_passes() -> None:
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    with pytest.raises(jax.errors.JaxRuntimeError), refusal_of_batches_over_limit(X):
+        raise full
 
 
 @pytest.mark.parametrize(

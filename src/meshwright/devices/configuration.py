@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from meshwright.devices import start
 from meshwright.devices.device import Device
@@ -111,8 +112,6 @@ def _runtime_settings(settings: Settings, listed: list[Device]) -> RuntimeSettin
     """Translates settings into what JAX reads."""
     untouched = start.untouched_settings()
     gpus = [d for d in listed if d.kind == "GPU" and not d.stand_in]
-    limit, growth = settings.memory_limit, settings.memory_growth
-    totals = [d.memory for d in gpus if d.memory]
     num_cpus = len(listed) - len(gpus)
     restricted = settings.virtual is not None or settings.visible is not None
     hides_gpus = settings.visible is not None and not gpus
@@ -123,15 +122,27 @@ def _runtime_settings(settings: Settings, listed: list[Device]) -> RuntimeSettin
         cuda_visible_devices=_cuda_positions(gpus)
         if gpus and settings.visible is not None
         else untouched.cuda_visible_devices,
-        # Only GPUs have an allocator that could be told; CPUs always grow.
-        preallocate=untouched.preallocate
-        if growth is None or not gpus
-        else str(not growth).lower(),
-        # One fraction holds for all GPUs: the largest one must keep the limit too.
-        memory_fraction=f"{min(limit / max(totals), 1.0):.8f}"
-        if limit and totals
-        else untouched.memory_fraction,
+        client_options=_client_options(settings, gpus, untouched.client_options),
     )
+
+
+def _client_options(
+    settings: Settings, gpus: list[Device], untouched: str | dict[str, Any] | None
+) -> str | dict[str, Any] | None:
+    """What the GPU allocator is told. CPUs have none, and always grow."""
+    memory: dict[str, Any] = {}
+    totals = [gpu.memory for gpu in gpus if gpu.memory]
+    if settings.memory_limit is not None and totals:
+        # One fraction holds for all GPUs: the largest must keep the limit too.
+        memory["memory_fraction"] = min(settings.memory_limit / max(totals), 1.0)
+    if settings.memory_growth is not None and gpus:
+        memory["preallocate"] = not settings.memory_growth
+    if not memory:
+        return untouched
+    if isinstance(untouched, str):
+        # JAX's own format: "name:value;name:value".
+        untouched = dict(pair.split(":") for pair in untouched.split(";") if pair)
+    return {**(untouched or {}), **memory}
 
 
 def _cuda_positions(visible: list[Device]) -> str:

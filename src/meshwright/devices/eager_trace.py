@@ -62,7 +62,7 @@ def _make_trace(listener: Listener) -> Any:
 
         def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
             with core.eval_context():
-                out = super().process_primitive(primitive, args, params)
+                out = core.eval_trace.process_primitive(primitive, args, params)
             if self.listener is not None:
                 is_compiled = primitive.name in ("jit", "pjit")
                 name = params["name"] if is_compiled else primitive.name

@@ -14,6 +14,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Operation.__call__`, `Layer.__call__` | computes on that device |
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `JAXTrainer.make_train_function`, `_make_function` | steps of placed models |
+| `trainer._distribute_data` | batches that a limited GPU cannot take |
 """
 
 import functools
@@ -24,7 +25,11 @@ from typing import Any
 
 from meshwright.devices.runtime import jax_devices
 from meshwright.devices.scope import enter, home_of, remember_home
-from meshwright.devices.step import GuardedStep, refuse_to_train_split_model
+from meshwright.devices.step import (
+    GuardedStep,
+    refusal_of_batches_over_limit,
+    refuse_to_train_split_model,
+)
 
 import jax
 import numpy as np
@@ -36,6 +41,7 @@ def install_keras_hooks() -> None:
 
     Importing Keras takes a second, so this waits until somebody needs it.
     """
+    from keras.src.backend.jax import trainer
     from keras.src.backend.jax.core import Variable
     from keras.src.backend.jax.trainer import JAXTrainer
     from keras.src.layers.layer import Layer
@@ -51,15 +57,16 @@ def install_keras_hooks() -> None:
     _extend(BaseOptimizer, "add_variable_from_reference", _add_slot_at_home)
     _extend(JAXTrainer, "make_train_function", _make_train_function)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
+    _extend(trainer, "_distribute_data", _transfer_within_limit)
 
 
-def _extend(owner: type, name: str, extension: Callable[..., Any]) -> None:
-    """Replaces a method by `extension(original, self, ...)`."""
+def _extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
+    """Replaces a method or function by `extension(original, ...)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return extension(original, self, *args, **kwargs)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        return extension(original, *args, **kwargs)
 
     # Keras reads the arguments of `__init__` to write configurations.
     extended.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
@@ -106,6 +113,11 @@ def _make_guarded_function(
     original: Any, self: Any, step_function: Any, *args: Any, **kwargs: Any
 ) -> Any:
     return original(self, GuardedStep(self, step_function), *args, **kwargs)
+
+
+def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:
+    with refusal_of_batches_over_limit(data):
+        return original(data, *args)
 
 
 def _is_committed(leaf: Any) -> bool:

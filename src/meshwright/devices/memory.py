@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import MemoryLimitError
+
+import jax
 
 # An instruction of the entry computation: result type(s), opcode, and the name that
 # JAX gave to the operation. `ROOT` only gathers the outputs.
@@ -121,6 +123,22 @@ def refuse_over_limit(
         by_kind=memory.by_kind(),
         largest=tuple(t.path for t in memory.largest),
     )
+
+
+def refuse_batch(data: Any, limit: int, cause: Exception) -> NoReturn:
+    """Raises `MemoryLimitError` for a batch that a device has no room for."""
+    arrays = [array for array in jax.tree.leaves(data) if hasattr(array, "nbytes")]
+    needed = sum(array.nbytes for array in arrays)
+    size = arrays[0].shape[0]
+    raise MemoryLimitError(
+        f"A batch of {size} ({format_bytes(needed)}) found no room on its device; the "
+        f"limit is {format_bytes(limit)}.",
+        "A batch, the next one and the model must fit the memory limit of a device.",
+        f"Use a batch_size well below {size}, or raise memory_limit.",
+        needed=needed,
+        limit=limit,
+        by_kind={"batch": needed},
+    ) from cause
 
 
 def _advice(memory: StepMemory, limit: int, batch_size: int) -> str:

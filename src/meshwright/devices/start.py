@@ -27,9 +27,6 @@ import jax.extend.backend
 # them on both ends of the supported range.
 from jax._src import xla_bridge
 
-_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-_FRACTION = "XLA_CLIENT_MEM_FRACTION"
-_OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _XLA_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -40,8 +37,8 @@ class RuntimeSettings:
     num_cpu_devices: int
     platforms: str | None
     cuda_visible_devices: str
-    preallocate: str | None
-    memory_fraction: str | None
+    client_options: str | dict[str, Any] | None
+    """What the makers of GPU and TPU clients are told, over environment variables."""
 
     @classmethod
     def read(cls) -> Self:
@@ -51,8 +48,7 @@ class RuntimeSettings:
             num_cpu_devices=int(config.jax_num_cpu_devices),
             platforms=config.jax_platforms,
             cuda_visible_devices=xla_bridge.CUDA_VISIBLE_DEVICES.value,
-            preallocate=os.environ.get(_PREALLOCATE),
-            memory_fraction=os.environ.get(_FRACTION, os.environ.get(_OLD_FRACTION)),
+            client_options=config.jax_pjrt_client_create_options,
         )
 
     def write(self) -> None:
@@ -61,15 +57,7 @@ class RuntimeSettings:
         jax.config.update("jax_num_cpu_devices", self.num_cpu_devices)
         jax.config.update("jax_platforms", self.platforms)
         jax.config.update("jax_cuda_visible_devices", self.cuda_visible_devices)
-        # The allocator refuses to start when both of its fraction variables are set.
-        os.environ.pop(_OLD_FRACTION, None)
-        for name, value in (
-            (_PREALLOCATE, self.preallocate),
-            (_FRACTION, self.memory_fraction),
-        ):
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        jax.config.update("jax_pjrt_client_create_options", self.client_options)
 
     def are_in_force(self) -> bool:
         """Whether a start, past or future, gives what these settings ask for."""
@@ -125,6 +113,8 @@ def start_place() -> str:
 def stop() -> None:
     """Gives the devices back; JAX starts again when it is next used."""
     jax.extend.backend.clear_backends()
+    # Cycles may still hold the old client, and with it the memory of a GPU.
+    gc.collect()
     _Start.place = None
     _Start.count += 1
 

@@ -1,10 +1,10 @@
 """What is checked and logged about a model's step before it runs."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from meshwright.devices.memory import StepMemory, refuse_over_limit
+from meshwright.devices.memory import StepMemory, refuse_batch, refuse_over_limit
 from meshwright.devices.placement_log import is_logging, log_step
 from meshwright.devices.scope import enter, homes_of
 from meshwright.devices.settings import current_settings
@@ -63,7 +63,7 @@ class GuardedStep:
         limit, logging = current_settings().memory_limit, is_logging()
         if limit is None and not logging:
             return
-        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(data))
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(data))
         if (shapes, limit, logging) in self._checked:
             return
         variables = _variables_of(self._model, state)
@@ -85,6 +85,22 @@ class GuardedStep:
         except MemoryError:
             _give_back(variables, state)
             raise
+
+
+@contextmanager
+def refusal_of_batches_over_limit(data: Any) -> Iterator[None]:
+    """Explains an allocator that has no room for a batch under a memory limit.
+
+    Keras moves batches to a GPU before their step is compiled, so a very large one
+    fails there already, with an error of the allocator that names neither.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        limit = current_settings().memory_limit
+        if limit is None or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        refuse_batch(data, limit, error)
 
 
 def _variables_of(model: Any, state: Any) -> list[list[Any]]:
