@@ -26,17 +26,18 @@ if stats:
 del ones
 
 model = keras.Sequential(
-    [keras.Input((1024,)), keras.layers.Dense(1024, name="square")]
+    [
+        keras.Input((256,)),
+        keras.layers.Dense(8192, activation="relu", name="wide"),
+        keras.layers.Dense(1, name="head"),
+    ]
 )
 model.compile(optimizer="adam", loss="mse")
-few = np.ones((512, 1024), np.float32)
-model.fit(few, few, batch_size=512, verbose=0)
-print("a batch of 512 trains")
-
-many = np.broadcast_to(few[:1], (300_000, 1024))
-for batch_size in (300_000, 100_000):
+x = np.ones((100_000, 256), np.float32)
+y = np.ones((100_000, 1), np.float32)
+for batch_size in (100_000, 1_000):
     try:
-        model.fit(many, many, batch_size=batch_size, verbose=0)
-        print(f"a batch of {batch_size} trains")
+        model.fit(x, y, batch_size=batch_size, verbose=0)
+        print(f"batches of {batch_size} train")
     except mw.errors.MemoryLimitError as error:
         print(f"a batch of {batch_size} is refused:\n{error}")

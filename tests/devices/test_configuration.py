@@ -77,6 +77,7 @@ def test_stand_ins_take_the_place_of_real_gpus_with_a_warning(run_script: Run) -
         "mw.configure(virtual='GPU:3')\n" + NAMES + "import jax\n"
         "print(jax.config.jax_platforms)\n",
         PYTHONPATH=FAKES,
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
     )
     assert (
         "script.py:2: PlacementWarning: virtual='GPU:3' replaces the real GPUs of "
@@ -108,6 +109,7 @@ def test_visible_growth_and_limit_reach_cuda_together(run_script: Run) -> None:
         "mw.configure(visible='GPU')\n"
         "show()\n",
         PYTHONPATH=FAKES,
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
     )
     # 15 GiB of the larger card's 150 GiB: no card may take more than the limit.
     assert done.stdout.splitlines() == [
@@ -126,6 +128,7 @@ def test_other_options_of_the_gpu_client_are_kept(run_script: Run) -> None:
         "mw.configure(memory_growth=True)\n"
         "print(jax.config.jax_pjrt_client_create_options)\n",
         PYTHONPATH=FAKES,
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
     )
     assert done.stdout == "{'a': 'b', 'c': 'd', 'preallocate': False}\n"
 

@@ -1,5 +1,7 @@
 """Memory limits: a step that does not fit is refused before it runs."""
 
+from collections.abc import Iterator
+
 import meshwright as mw
 from meshwright.devices.memory import StepMemory, layer_path, refuse_over_limit
 from meshwright.devices.step import refusal_of_batches_over_limit
@@ -91,6 +93,25 @@ def test_the_model_keeps_its_weights_after_a_refusal_and_can_go_on() -> None:
         np.testing.assert_array_equal(old, new)
     mw.configure(memory_limit="64MiB")
     model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_weights_come_back_when_a_batch_finds_no_room_on_its_way(steps: int) -> None:
+    mw.configure(memory_limit="64MiB")
+    model = make_model()
+    model.compile(optimizer="sgd", loss="mse", steps_per_execution=steps)
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield X, Y
+        with refusal_of_batches_over_limit(X):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with pytest.raises(MemoryLimitError):
+        model.fit(batches(), steps_per_epoch=6, shuffle=False, verbose=0)
+    reference = make_model("sgd")
+    reference.fit(X, Y, batch_size=64, verbose=0)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs, "as after the step that ran")
 
 
 def test_the_suggested_batch_size_fits_and_the_refused_one_does_not() -> None:

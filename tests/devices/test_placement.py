@@ -167,6 +167,7 @@ def test_hardware_that_jax_cannot_use_is_not_called_missing(run_script: Run) -> 
         "    with mw.device('GPU:0'): pass\n"
         "except RuntimeError as error: print(error)\n",
         PYTHONPATH=str(Path(__file__).parents[1] / "fakes"),
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
         JAX_PLATFORMS="cpu",
     )
     assert "the hardware is there but JAX does not use it" in done.stdout

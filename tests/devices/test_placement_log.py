@@ -161,10 +161,10 @@ def test_without_logging_set_up_the_lines_go_to_standard_error(run_script: Run) 
         "mw.set_placement_log(True)\n"
         "a @ a\n"
     )
-    done = run_script(script)
+    done = run_script(script, JAX_PLATFORMS="cpu")
     assert done.stderr == "Executing op MatMul in device /device:CPU:0\n"
     set_up = "import logging; logging.basicConfig(format='mine: %(message)s')\n"
-    done = run_script(set_up + script)
+    done = run_script(set_up + script, JAX_PLATFORMS="cpu")
     assert done.stderr == "mine: Executing op MatMul in device /device:CPU:0\n"
 
 

@@ -22,6 +22,7 @@ FAKES = str(Path(__file__).parents[1] / "fakes")
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FAKES)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.processes

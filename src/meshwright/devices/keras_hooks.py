@@ -112,7 +112,14 @@ def _make_train_function(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 def _make_guarded_function(
     original: Any, self: Any, step_function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    return original(self, GuardedStep(self, step_function), *args, **kwargs)
+    guarded = GuardedStep(self, step_function)
+    run = original(self, guarded, *args, **kwargs)
+
+    def run_or_give_back(state: Any, iterator: Any) -> Any:
+        with guarded.giving_back(state):
+            return run(state, iterator)
+
+    return run_or_give_back
 
 
 def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:

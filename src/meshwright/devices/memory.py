@@ -95,6 +95,18 @@ class StepMemory:
         }
 
 
+def compile_carefully(lowered: Any) -> Iterator[Any]:
+    """Compiles a step for a look at its memory, before and then as it will run.
+
+    On a GPU the compiler tries kernels out in the device's own, limited memory, and
+    fails with a step that is too large. A first compilation without trials is checked
+    before; the second is the one that a call will find in JAX's cache.
+    """
+    if jax.default_backend() == "gpu":
+        yield lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    yield lowered.compile()
+
+
 def refuse_over_limit(
     memory: StepMemory, limit: int, what: str, batch_size: int
 ) -> None:

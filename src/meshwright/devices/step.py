@@ -4,11 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from meshwright.devices.memory import StepMemory, refuse_batch, refuse_over_limit
+from meshwright.devices.memory import (
+    StepMemory,
+    compile_carefully,
+    refuse_batch,
+    refuse_over_limit,
+)
 from meshwright.devices.placement_log import is_logging, log_step
 from meshwright.devices.scope import enter, homes_of
 from meshwright.devices.settings import current_settings
-from meshwright.errors import PlacementError
+from meshwright.errors import MemoryLimitError, PlacementError
 
 import jax
 
@@ -48,13 +53,30 @@ class GuardedStep:
             self._step = step.__wrapped__  # type: ignore[attr-defined]
             self._is_compiled = False
         self._checked: set[Any] = set()
+        self._state: Any = None
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step; the first with new shapes is checked and logged before."""
         with self._scope():
             if self._is_compiled:
                 self._look_before_running(state, data)
-            return self._step(state, data)
+            logs, self._state = self._step(state, data)
+            return logs, self._state
+
+    @contextmanager
+    def giving_back(self, state: Any) -> Iterator[None]:
+        """Returns the model's values to it when a memory limit stops its training.
+
+        Keras takes the values away from the variables for as long as `fit` runs.
+        """
+        self._state = state
+        try:
+            yield
+        except MemoryLimitError:
+            _give_back(_variables_of(self._model, self._state), self._state)
+            raise
+        finally:
+            self._state = None
 
     def _scope(self) -> AbstractContextManager[None]:
         return enter(self._homes[0]) if len(self._homes) == 1 else nullcontext()
@@ -76,15 +98,11 @@ class GuardedStep:
     def _refuse_over_limit(
         self, state: Any, data: Any, variables: list[list[Any]], limit: int
     ) -> None:
-        # The call that follows finds this compilation in JAX's cache.
-        compiled = self._step.lower(state, data).compile()  # type: ignore[attr-defined]
-        memory = StepMemory.of(compiled, _labels(variables))
+        lowered = self._step.lower(state, data)  # type: ignore[attr-defined]
         name = f"{self._step.__name__} of {self._model.name!r}"
-        try:
+        for compiled in compile_carefully(lowered):
+            memory = StepMemory.of(compiled, _labels(variables))
             refuse_over_limit(memory, limit, name, _batch_size(data))
-        except MemoryError:
-            _give_back(variables, state)
-            raise
 
 
 @contextmanager
@@ -133,7 +151,7 @@ def _batch_size(data: Any) -> int:
 
 
 def _give_back(variables: list[list[Any]], state: Any) -> None:
-    """Returns the values that `fit` takes away from the variables while it runs."""
+    """Returns values to the variables that have lost theirs."""
     for group, values in zip(variables, state, strict=True):
         for variable, value in zip(group, values, strict=True):
             if variable._value is None:
