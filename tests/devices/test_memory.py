@@ -1,6 +1,7 @@
 """Memory limits: a step that does not fit is refused before it runs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import meshwright as mw
 from meshwright.devices.memory import StepMemory, layer_path, refuse_over_limit
@@ -102,16 +103,17 @@ def test_weights_come_back_when_a_batch_finds_no_room_on_its_way(steps: int) -> 
     model.compile(optimizer="sgd", loss="mse", steps_per_execution=steps)
 
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        yield X, Y
+        for _ in range(4):
+            yield X, Y
         with refusal_of_batches_over_limit(X):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     with pytest.raises(MemoryLimitError):
-        model.fit(batches(), steps_per_epoch=6, shuffle=False, verbose=0)
+        model.fit(batches(), steps_per_epoch=9, shuffle=False, verbose=0)
     reference = make_model("sgd")
-    reference.fit(X, Y, batch_size=64, verbose=0)
+    reference.fit(X, Y, batch_size=64, epochs=4, verbose=0)
     for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs, "as after the step that ran")
+        np.testing.assert_array_equal(ours, theirs, "as after the steps that ran")
 
 
 def test_the_suggested_batch_size_fits_and_the_refused_one_does_not() -> None:
@@ -162,12 +164,42 @@ def test_a_step_over_several_devices_counts_the_bytes_of_one() -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     whole = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=split)
-    compiled = jax.jit(lambda data: data * 2).lower(whole).compile()
-    memory = StepMemory.of(compiled, {})
+    lowered = jax.jit(lambda data: data * 2).lower(whole)
+    memory = StepMemory.of(lowered.compile(), {})
     assert memory.arguments == memory.outputs == 4 * 1000
-    refuse_over_limit(memory, 8000, "step", 8)
+    refuse_over_limit(lowered, {}, 8000, "step", 8)
     with pytest.raises(MemoryLimitError):
-        refuse_over_limit(memory, 7999, "step", 8)
+        refuse_over_limit(lowered, {}, 7999, "step", 8)
+
+
+class GpuCompiler:
+    """A lowered step whose compiler has no room for trials, as on a limited GPU."""
+
+    def __init__(self, lowered: Any) -> None:
+        self.lowered = lowered
+
+    def compile(self, compiler_options: dict[str, int] | None = None) -> Any:
+        if compiler_options == {"xla_gpu_autotune_level": 0}:
+            return self.lowered.compile()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to get configs")
+
+
+def test_a_gpu_compiler_without_room_for_its_trials_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lowered = jax.jit(lambda data: data * 2).lower(jnp.ones((8, 1000)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(MemoryLimitError, match=r"Arguments \+ temporaries"):
+        refuse_over_limit(GpuCompiler(lowered), {}, 100, "step", 8)
+    with pytest.raises(MemoryLimitError) as caught:
+        refuse_over_limit(GpuCompiler(lowered), {}, 10**6, "step", 8)
+    received, rule, change = str(caught.value).split("\n")
+    assert received.startswith("step with a batch of 8 needs 62.5 KiB per device")
+    assert rule == (
+        "The step would fit, but the compiler found no room beside the model to try "
+        "out kernels for it."
+    )
+    assert change == "Use a batch_size well below 8, or raise memory_limit."
 
 
 def test_a_large_activation_is_named_by_its_layer() -> None:

@@ -95,38 +95,50 @@ class StepMemory:
         }
 
 
-def compile_carefully(lowered: Any) -> Iterator[Any]:
-    """Compiles a step for a look at its memory, before and then as it will run.
-
-    On a GPU the compiler tries kernels out in the device's own, limited memory, and
-    fails with a step that is too large. A first compilation without trials is checked
-    before; the second is the one that a call will find in JAX's cache.
-    """
-    if jax.default_backend() == "gpu":
-        yield lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
-    yield lowered.compile()
-
-
 def refuse_over_limit(
-    memory: StepMemory, limit: int, what: str, batch_size: int
+    lowered: Any,
+    labels: Mapping[str, tuple[str, str]],
+    limit: int,
+    what: str,
+    batch_size: int,
 ) -> None:
     """Raises `MemoryLimitError` if a step needs more than `limit` bytes on a device.
 
+    The step is compiled, and a call that follows finds it in JAX's cache. On a GPU the
+    compiler tries kernels out in the device's own, limited memory, so a compilation
+    without trials is looked at before.
+
     Arguments:
-        memory: The step's needs.
+        lowered: What `jax.jit(step).lower(...)` returns.
+        labels: Kind and path of each argument, see `StepMemory.of`.
         limit: Bytes that it may use.
         what: The step, in words.
         batch_size: Samples in the step's batch, for the advice.
     """
+    has_trials = jax.default_backend() == "gpu"
+    if has_trials:
+        untried = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+        memory = StepMemory.of(untried, labels)
+        _compare(memory, limit, what, batch_size)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not (has_trials and is_out_of_memory(error)):
+            raise
+        _refuse_trials(memory, limit, what, batch_size, error)
+    _compare(StepMemory.of(compiled, labels), limit, what, batch_size)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX's is an allocator's that has no room."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _compare(memory: StepMemory, limit: int, what: str, batch_size: int) -> None:
     if memory.needed <= limit:
         return
-    kinds = ", ".join(
-        f"{k} {format_bytes(b)}" for k, b in memory.by_kind().items() if b
-    )
     raise MemoryLimitError(
-        f"{what} with a batch of {batch_size} needs {format_bytes(memory.needed)} per "
-        f"device ({kinds}); the limit is {format_bytes(limit)}. Largest tensors: "
-        f"{'; '.join(str(t) for t in memory.largest)}.",
+        f"{what} with a batch of {batch_size} {_needs(memory, limit)}",
         "Arguments + temporaries + outputs - aliases of a compiled step must fit the "
         "memory limit of each device.",
         _advice(memory, limit, batch_size),
@@ -134,6 +146,31 @@ def refuse_over_limit(
         limit=limit,
         by_kind=memory.by_kind(),
         largest=tuple(t.path for t in memory.largest),
+    )
+
+
+def _refuse_trials(
+    memory: StepMemory, limit: int, what: str, batch_size: int, cause: Exception
+) -> NoReturn:
+    raise MemoryLimitError(
+        f"{what} with a batch of {batch_size} {_needs(memory, limit)}",
+        "The step would fit, but the compiler found no room beside the model to try "
+        "out kernels for it.",
+        f"Use a batch_size well below {batch_size}, or raise memory_limit.",
+        needed=memory.needed,
+        limit=limit,
+        by_kind=memory.by_kind(),
+        largest=tuple(t.path for t in memory.largest),
+    ) from cause
+
+
+def _needs(memory: StepMemory, limit: int) -> str:
+    kinds = memory.by_kind().items()
+    return (
+        f"needs {format_bytes(memory.needed)} per device "
+        f"({', '.join(f'{k} {format_bytes(b)}' for k, b in kinds if b)}); "
+        f"the limit is {format_bytes(limit)}. Largest tensors: "
+        f"{'; '.join(str(t) for t in memory.largest)}."
     )
 
 

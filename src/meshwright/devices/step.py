@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from meshwright.devices.memory import (
-    StepMemory,
-    compile_carefully,
+    is_out_of_memory,
     refuse_batch,
     refuse_over_limit,
 )
@@ -73,10 +72,19 @@ class GuardedStep:
         try:
             yield
         except MemoryLimitError:
-            _give_back(_variables_of(self._model, self._state), self._state)
+            self._give_back()
             raise
         finally:
             self._state = None
+
+    def _give_back(self) -> None:
+        variables = _variables_of(self._model, self._state)
+        for group, values in zip(variables, self._state, strict=True):
+            for variable, value in zip(group, values, strict=True):
+                variable._value = value
+        # Otherwise Keras would put back what it saw last, which the steps since then
+        # have consumed.
+        self._model._jax_state_synced = True
 
     def _scope(self) -> AbstractContextManager[None]:
         return enter(self._homes[0]) if len(self._homes) == 1 else nullcontext()
@@ -98,11 +106,13 @@ class GuardedStep:
     def _refuse_over_limit(
         self, state: Any, data: Any, variables: list[list[Any]], limit: int
     ) -> None:
-        lowered = self._step.lower(state, data)  # type: ignore[attr-defined]
-        name = f"{self._step.__name__} of {self._model.name!r}"
-        for compiled in compile_carefully(lowered):
-            memory = StepMemory.of(compiled, _labels(variables))
-            refuse_over_limit(memory, limit, name, _batch_size(data))
+        refuse_over_limit(
+            self._step.lower(state, data),  # type: ignore[attr-defined]
+            _labels(variables),
+            limit,
+            f"{self._step.__name__} of {self._model.name!r}",
+            _batch_size(data),
+        )
 
 
 @contextmanager
@@ -116,7 +126,7 @@ def refusal_of_batches_over_limit(data: Any) -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         limit = current_settings().memory_limit
-        if limit is None or "RESOURCE_EXHAUSTED" not in str(error):
+        if limit is None or not is_out_of_memory(error):
             raise
         refuse_batch(data, limit, error)
 
@@ -148,11 +158,3 @@ def _labels(variables: list[list[Any]]) -> dict[str, tuple[str, str]]:
 
 def _batch_size(data: Any) -> int:
     return int(jax.tree.leaves(data)[0].shape[0])
-
-
-def _give_back(variables: list[list[Any]], state: Any) -> None:
-    """Returns values to the variables that have lost theirs."""
-    for group, values in zip(variables, state, strict=True):
-        for variable, value in zip(group, values, strict=True):
-            if variable._value is None:
-                variable._value = value
