@@ -74,7 +74,7 @@ def test_a_package_that_is_not_there_is_called_missing() -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_nvml_tells_of_driver_and_gpus() -> None:
-    assert doctor.check_nvml().detail == "driver 580.1, 4 GPUs visible"
+    assert doctor.check_nvml().detail == "driver 580.1, visible GPUs: 4"
 
 
 @pytest.mark.processes

@@ -150,7 +150,7 @@ def check_nvml() -> Check:
     return Check(
         name="nvml",
         status=OK,
-        detail=f"driver {nvml.driver}, {len(nvml.gpus)} GPUs visible",
+        detail=f"driver {nvml.driver}, visible GPUs: {len(nvml.gpus)}",
     )
 
 
