@@ -6,6 +6,7 @@ the runtime. On a GPU the memory of the first start is really given back. Takes 
 """
 
 import meshwright as mw
+
 import jax
 import jax.numpy as jnp
 
