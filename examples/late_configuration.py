@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 
 def show(when: str) -> None:
+    """Prints the devices and what the allocator of the first says."""
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit", 0) / 2**30
     pool = stats.get("pool_bytes", 0) / 2**30
