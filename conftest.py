@@ -47,7 +47,7 @@ def run_script(tmp_path: Path) -> Run:
         base = {
             k: v
             for k, v in os.environ.items()
-            if k not in ("KERAS_BACKEND", "JAX_PLATFORMS")
+            if k not in ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER")
         }
         done = subprocess.run(
             [sys.executable, str(script)],

@@ -18,6 +18,16 @@ from meshwright.devices.placement import (
 )
 from meshwright.devices.startup import start_up
 from meshwright.devices.table import placement
+from meshwright.parallel.plan import Plan
+from meshwright.strategies.distribute import distribute
+from meshwright.strategies.names import (
+    FSDP,
+    Hybrid,
+    Mirrored,
+    Single,
+    TensorParallel,
+)
+from meshwright.strategies.verification import verify
 
 start_up()
 del start_up
@@ -25,14 +35,22 @@ del start_up
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "FSDP",
     "Device",
+    "Hybrid",
+    "Mirrored",
+    "Plan",
+    "Single",
+    "TensorParallel",
     "configure",
     "device",
     "devices",
+    "distribute",
     "errors",
     "placement",
     "process_count",
     "process_index",
     "set_placement_log",
     "set_soft_placement",
+    "verify",
 ]

@@ -9,10 +9,14 @@
     ├── CatalogError              (ValueError)    unknown accelerator, bad catalog file
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
+    ├── PlanError                 (ValueError)    degrees that do not make a plan
+    ├── RuleError                 (ValueError)    a placement rule that cannot apply
+    ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
     MeshwrightWarning             (UserWarning)
-    └── PlacementWarning                          a device was replaced by another
+    ├── PlacementWarning                          a device was replaced by another
+    └── BatchWarning                              a batch leaves devices without work
 
 An error speaks in three beats: what was received, the rule, what to change.
 Each class is explained in `docs/errors.md`.
@@ -108,6 +112,20 @@ class PlacementError(MeshwrightError, RuntimeError):
     """Work that cannot run with the model's layers where they were put."""
 
 
+class PlanError(MeshwrightError, ValueError):
+    """Degrees, devices or options that do not make a plan."""
+
+    exit_code = 3
+
+
+class RuleError(MeshwrightError, ValueError):
+    """A placement rule that matches nothing, never gets its turn, or cannot apply."""
+
+
+class StrategyError(MeshwrightError, RuntimeError):
+    """A strategy, scope or model used in a way that cannot run on a mesh."""
+
+
 class UnsupportedVersionError(MeshwrightError, RuntimeError):
     """An installed library that lacks something Meshwright stands on."""
 
@@ -118,3 +136,7 @@ class MeshwrightWarning(UserWarning):
 
 class PlacementWarning(MeshwrightWarning):
     """A device that is not there was replaced by one that is."""
+
+
+class BatchWarning(MeshwrightWarning):
+    """A global batch that cannot be split over all devices of the mesh."""

@@ -209,6 +209,25 @@ def test_a_start_through_keras_or_meshwright_is_blamed_on_the_user_s_line(
     assert "script.py:4 had started the runtime" in done.stdout
 
 
+def test_each_start_has_its_own_line(run_script: Run) -> None:
+    done = run_script(
+        "import meshwright as mw\n"
+        "import jax.numpy as jnp\n"
+        "jnp.ones(3)\n"
+        "mw.configure(virtual=4)\n"
+        "kept = [jnp.ones(3)]\n"
+        "kept.append(kept)\n"
+        "try:\n"
+        "    mw.configure(virtual=2)\n"
+        "except mw.errors.LateConfigurationError as error:\n"
+        "    print(error)\n"
+        "del kept\n"
+        "mw.configure(virtual=2)\n" + NAMES
+    )
+    assert "script.py:5 had started the runtime" in done.stdout
+    assert done.stdout.endswith("/device:CPU:0 /device:CPU:1\n"), "cycles are collected"
+
+
 def test_a_start_before_the_import_is_said_to_be_one(run_script: Run) -> None:
     done = run_script(
         "import jax.numpy as jnp\n"

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import meshwright as mw
+from meshwright.devices.configuration import _parse_visible
 from meshwright.devices.device import Link
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.nvidia import read_nvml
-from meshwright.devices.settings import Settings, Virtual
+from meshwright.devices.settings import Settings, Virtual, keep_settings
 from meshwright.errors import ConfigurationError, DeviceNameError
 
 import psutil
@@ -130,6 +131,19 @@ def test_visible_names_only_what_exists() -> None:
         "Only existing devices can be made visible.",
         "Name some of: /device:CPU:0, /device:CPU:1.",
     ]
+
+
+def test_visible_names_only_kinds_that_exist() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"visible names /device:TPU:\*, which"
+    ):
+        list_devices(Settings(visible=("TPU",), virtual=Virtual("CPU", 2)))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_devices_that_were_listed_can_be_made_visible_after_a_restriction() -> None:
+    keep_settings(Settings(visible=("GPU:2", "GPU:3")))
+    assert _parse_visible(mw.devices("GPU")[:1]) == ("GPU:2",)
 
 
 def test_visible_names_each_device_once() -> None:

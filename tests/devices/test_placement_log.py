@@ -153,6 +153,32 @@ def test_switching_it_on_between_two_fits_logs_the_second(
     assert sum(m.startswith("Running") for m in log.messages) == 1
 
 
+def test_it_can_be_switched_on_again_for_the_same_step(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer="sgd", loss="mse")
+    for _ in range(2):
+        mw.set_placement_log(True)
+        model.fit(X, np.zeros((4, 2)), verbose=0)
+        mw.set_placement_log(False)
+    assert sum(m.startswith("Running") for m in log.messages) == 2
+    assert {r.levelname for r in log.records} == {"INFO"}
+
+
+def test_a_step_inside_of_a_scope_is_logged_where_it_runs(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer="sgd", loss="mse")
+    mw.set_placement_log(True)
+    with mw.device("CPU:3"):
+        model.fit(X, np.zeros((4, 2)), verbose=0)
+    (line,) = [m for m in log.messages if m.startswith("Running")]
+    assert "in device /device:CPU:3" in line
+    assert "Executing op train_step in device /device:CPU:3" in log.messages
+
+
 def test_without_logging_set_up_the_lines_go_to_standard_error(run_script: Run) -> None:
     script = (
         "import meshwright as mw\n"

@@ -10,6 +10,7 @@ from meshwright.devices.device import Device
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.nvidia import read_nvml
+from meshwright.devices.scope import current_device
 from meshwright.devices.settings import (
     Settings,
     current_settings,
@@ -164,6 +165,12 @@ def _stop_runtime(source: str) -> None:
             rule,
             f"Move {source} before {place}.",
         )
+    if current_device() is not None:
+        raise LateConfigurationError(
+            f"{source} was called inside of meshwright.device({current_device()!r}).",
+            "The devices cannot change while a scope holds on to one of them.",
+            f"Move {source} out of the scope.",
+        )
     if living:
         more = f" and {len(living) - 3} more" if len(living) > 3 else ""
         live = "1 array lives" if len(living) == 1 else f"{len(living)} arrays live"
@@ -202,7 +209,16 @@ def _parse_visible(
             "It takes names or kinds of devices: one, or a list of them.",
             "Write, for example, visible=['GPU:0', 'GPU:1'] or visible='CPU'.",
         )
-    return tuple(str(entry) for entry in given)
+    return tuple(_unrestricted_name(entry) for entry in given)
+
+
+def _unrestricted_name(entry: str | Device) -> str:
+    """A device's name before `visible` renumbers it; real GPUs are told by their id."""
+    if isinstance(entry, Device) and entry.uuid is not None:
+        uuids = [gpu.uuid for gpu in read_nvml().gpus]
+        if entry.uuid in uuids:
+            return f"GPU:{uuids.index(entry.uuid)}"
+    return str(entry)
 
 
 def _parse_growth(growth: object) -> bool:

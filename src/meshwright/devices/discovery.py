@@ -84,12 +84,12 @@ def _named(text: str, existing: list[Device]) -> list[Device]:
     found = [d for d in existing if d.kind == name.kind]
     if name.index is not None:
         found = [d for d in found if d.index == name.index]
-        if not found:
-            raise ConfigurationError(
-                f"visible names {name}, which does not exist.",
-                "Only existing devices can be made visible.",
-                f"Name some of: {', '.join(names)}.",
-            )
+    if not found:
+        raise ConfigurationError(
+            f"visible names {name}, which does not exist.",
+            "Only existing devices can be made visible.",
+            f"Name some of: {', '.join(names)}.",
+        )
     return found
 
 

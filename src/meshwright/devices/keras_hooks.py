@@ -8,23 +8,33 @@ steps without a memory limit or a placement log, run the original code.
 | method | what is added |
 |---|---|
 | `Variable.__init__` | remembers the scope it was made in |
+| `Variable._initialize_layout` | is laid out as the strategy of its scope wants |
 | `Variable._deferred_initialize` | makes the first value on the variable's device |
 | `Variable._direct_assign` | takes new values to the variable's device |
 | `Operation.__init__` | remembers the scope the layer or operation was made in |
-| `Operation.__call__`, `Layer.__call__` | computes on that device |
+| `Operation.__call__`, `Layer.__call__` | computes on that device, or split by sample |
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
-| `JAXTrainer.make_train_function`, `_make_function` | steps of placed models |
+| `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
+| `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from meshwright.devices.runtime import jax_devices
-from meshwright.devices.scope import enter, home_of, remember_home
+from meshwright.devices.scope import (
+    STEP_MAKER,
+    creation_listeners,
+    enter,
+    home_of,
+    layout_choosers,
+    pass_output,
+    remember_home,
+)
 from meshwright.devices.step import (
     GuardedStep,
     refusal_of_batches_over_limit,
@@ -32,6 +42,7 @@ from meshwright.devices.step import (
 )
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -49,13 +60,18 @@ def install_keras_hooks() -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
     _extend(Variable, "__init__", _remembering_init)
+    _extend(Variable, "_initialize_layout", _lay_out_in_scope)
     _extend(Variable, "_deferred_initialize", _call_at_home)
     _extend(Variable, "_direct_assign", _assign_at_home)
     _extend(Operation, "__init__", _remembering_init)
     _extend(Operation, "__call__", _call_at_home)
-    _extend(Layer, "__call__", _call_at_home)
+    _extend(Layer, "__call__", _call_layer)
     _extend(BaseOptimizer, "add_variable_from_reference", _add_slot_at_home)
+    _extend(Layer, "add_weight", _call_at_home)
+    _extend(Layer, "_open_name_scope", _name_scope_at_home)
     _extend(JAXTrainer, "make_train_function", _make_train_function)
+    _extend(JAXTrainer, "make_test_function", _make_step)
+    _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
 
@@ -77,11 +93,27 @@ def _remembering_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     # Before the original runs: a variable assigns its first value in there.
     remember_home(self)
     original(self, *args, **kwargs)
+    for notice in creation_listeners():
+        notice(self)
+
+
+def _lay_out_in_scope(original: Any, self: Any) -> None:
+    original(self)
+    for choose in layout_choosers():
+        if self._layout is None:
+            self._layout = choose(self)
 
 
 def _assign_at_home(original: Any, self: Any, value: Any) -> None:
     home = home_of(self)
-    original(self, value if home is None else _bring(value, home))
+    if home is not None:
+        value = _bring(value, jax_devices()[home])
+    elif self._layout is None and _is_concrete(getattr(self, "_value", None)):
+        # The old value may have been donated to a step; its place is still known.
+        (device, *others) = self._value.sharding.device_set
+        if not others and _is_concrete(value) and value.devices() != {device}:
+            value = _bring(value, device)
+    original(self, value)
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +121,21 @@ def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if home is None:
         return original(self, *args, **kwargs)
     with enter(home):
-        args, kwargs = jax.tree.map(
-            lambda leaf: _bring(leaf, home) if _is_committed(leaf) else leaf,
-            (args, kwargs),
-        )
+        target = jax_devices()[home]
+        args = _bring_committed(args, target)
+        kwargs = _bring_committed(kwargs, target)
         return original(self, *args, **kwargs)
+
+
+def _call_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return pass_output(_call_at_home(original, self, *args, **kwargs))
+
+
+@contextmanager
+def _name_scope_at_home(original: Any, self: Any) -> Iterator[Any]:
+    home = home_of(self)
+    with original(self) as scope, nullcontext() if home is None else enter(home):
+        yield scope
 
 
 def _add_slot_at_home(
@@ -105,20 +147,31 @@ def _add_slot_at_home(
 
 
 def _make_train_function(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    refuse_to_train_split_model(self)
+    if getattr(self, STEP_MAKER, None) is None:
+        refuse_to_train_split_model(self)
+    _make_step(original, self, *args, **kwargs)
+
+
+def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    # Functions from before the hooks were installed know nothing of them.
+    for name in ("train_function", "test_function", "predict_function"):
+        if not hasattr(getattr(self, name), "guarded"):
+            setattr(self, name, None)
     original(self, *args, **kwargs)
 
 
 def _make_guarded_function(
     original: Any, self: Any, step_function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    guarded = GuardedStep(self, step_function)
+    make_step = getattr(self, STEP_MAKER, None) or GuardedStep
+    guarded = make_step(self, step_function)
     run = original(self, guarded, *args, **kwargs)
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
         with guarded.giving_back(state):
             return run(state, iterator)
 
+    run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
     return run_or_give_back
 
 
@@ -127,22 +180,47 @@ def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:
         return original(data, *args)
 
 
-def _is_committed(leaf: Any) -> bool:
-    # Uncommitted arrays follow the scope by themselves; tracers have no place.
-    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return concrete and leaf.committed
+def _bring_committed(value: Any, target: jax.Device) -> Any:
+    """Brings arrays that are committed to other devices; the rest follows by itself.
+
+    Containers stay what they are: layers may depend on the order of a dict.
+    """
+    if isinstance(value, dict):
+        brought = {k: _bring_committed(v, target) for k, v in value.items()}
+        changed = any(brought[key] is not value[key] for key in value)
+        return type(value)(brought) if changed else value
+    if isinstance(value, list | tuple):
+        items = [_bring_committed(item, target) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        is_named = hasattr(value, "_fields")
+        return type(value)(*items) if is_named else type(value)(items)
+    is_committed = _is_concrete(value) and value.committed
+    return _bring(value, target) if is_committed else value
 
 
-def _bring(value: Any, home: str) -> Any:
-    """The value as an uncommitted array on `home`."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+def _is_concrete(value: Any) -> bool:
+    # Tracers have no place, and keys of random numbers no host form.
+    return (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    )
+
+
+def _bring(value: Any, target: jax.Device) -> Any:
+    """The value as an uncommitted array on `target`, with its mask."""
+    if not _is_concrete(value):
         return value
-    target = jax_devices()[home]
     if value.devices() == {target} and not value.committed:
         return value
     with jax.default_device(target):
         # A committed array can only be freed of its device by way of the host.
-        return _compiled_copy(np.asarray(value) if value.committed else value)
+        brought = _compiled_copy(np.asarray(value) if value.committed else value)
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        brought._keras_mask = _bring(mask, target)
+    return brought
 
 
 def _copy(value: Any) -> Any:

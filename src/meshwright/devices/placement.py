@@ -1,8 +1,8 @@
 """`meshwright.device`, and what happens when the device is not there."""
 
-import contextlib
 import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any
 
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
@@ -11,7 +11,11 @@ from meshwright.devices.placement_log import switch_log
 from meshwright.devices.runtime import name_of, usable_devices, why_unusable
 from meshwright.devices.scope import enter
 from meshwright.devices.start import user_line
-from meshwright.errors import PlacementWarning, UnknownDeviceError
+from meshwright.errors import (
+    ConfigurationError,
+    PlacementWarning,
+    UnknownDeviceError,
+)
 
 import jax
 
@@ -22,9 +26,28 @@ class _SoftPlacement:
     warned: frozenset[str] = frozenset()
 
 
+class DeviceScope(ContextDecorator):
+    """What `meshwright.device` returns; it can be entered again and again."""
+
+    def __init__(self, wanted: DeviceName | None) -> None:
+        self._wanted = wanted
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> str | None:
+        install_keras_hooks()
+        name = None if self._wanted is None else _resolve(self._wanted)
+        entered = enter(name)
+        entered.__enter__()
+        self._entered.append(entered)
+        return name
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
 def device(
     name: str | Device | jax.Device | None,
-) -> contextlib._GeneratorContextManager[str | None]:
+) -> DeviceScope:
     """Puts eager work, variables and layers on a device, for as long as they live.
 
     Variables keep their device, also when values from elsewhere are assigned. Layers
@@ -48,17 +71,9 @@ def device(
     if isinstance(name, jax.Device):
         name = name_of(name)
     if name is None or name == "":
-        return _place(None)
+        return DeviceScope(None)
     text = str(name) if isinstance(name, Device) else name
-    return _place(parse_device_name(text, tuple(d.name for d in usable_devices())))
-
-
-@contextlib.contextmanager
-def _place(wanted: DeviceName | None) -> Iterator[str | None]:
-    install_keras_hooks()
-    name = None if wanted is None else _resolve(wanted)
-    with enter(name):
-        yield name
+    return DeviceScope(parse_device_name(text, tuple(d.name for d in usable_devices())))
 
 
 def set_soft_placement(enabled: bool) -> None:
@@ -77,7 +92,7 @@ def set_soft_placement(enabled: bool) -> None:
     ...
     >>> mw.set_soft_placement(True)
     """
-    _SoftPlacement.on = bool(enabled)
+    _SoftPlacement.on = _parse_switch(enabled, "set_soft_placement")
     _SoftPlacement.warned = frozenset()
 
 
@@ -89,14 +104,26 @@ def set_placement_log(enabled: bool) -> None:
     operations), and every compiled step of a model a line per layer with its devices
     and the shapes of its shards. The lines go to the logger `meshwright.placement` at
     level INFO, and to standard error if logging was not set up. Of eager work, that of
-    this thread and of threads started from now on is seen.
+    this thread and of threads started from now on is seen; switch it off in the thread
+    that switched it on.
 
     >>> import meshwright as mw
     >>> mw.set_placement_log(True)
     >>> mw.set_placement_log(False)
     """
+    enabled = _parse_switch(enabled, "set_placement_log")
     install_keras_hooks()
-    switch_log(bool(enabled))
+    switch_log(enabled)
+
+
+def _parse_switch(enabled: object, what: str) -> bool:
+    if isinstance(enabled, bool):
+        return enabled
+    raise ConfigurationError(
+        f"{what} received {enabled!r} (a {type(enabled).__name__}).",
+        "It takes True or False.",
+        f"Write {what}(True).",
+    )
 
 
 def _resolve(wanted: DeviceName) -> str:

@@ -16,6 +16,8 @@ logger = logging.getLogger("meshwright.placement")
 
 class _Log:
     on = False
+    number = 0
+    level = logging.NOTSET
 
 
 class _LastResort(logging.StreamHandler[TextIO]):
@@ -41,20 +43,24 @@ def switch_log(enabled: bool) -> None:
     if enabled:
         eager_trace.listen(_log_operation)
         logger.addHandler(_last_resort)
+        _Log.level = logger.level
         logger.setLevel(logging.INFO)
+        _Log.number += 1
     else:
         eager_trace.stop()
         logger.removeHandler(_last_resort)
-        logger.setLevel(logging.NOTSET)
+        logger.setLevel(_Log.level)
     _Log.on = enabled
 
 
-def is_logging() -> bool:
-    """Whether the placement log is on."""
-    return _Log.on
+def log_number() -> int:
+    """Which switching-on of the log this is; 0 while it is off."""
+    return _Log.number if _Log.on else 0
 
 
-def log_step(model: Any, step: str, variables: Any, values: Any) -> None:
+def log_step(
+    model: Any, step: str, variables: Any, values: Any, device: str | None = None
+) -> None:
     """Writes a line for every layer of a step that is about to run.
 
     Arguments:
@@ -62,23 +68,24 @@ def log_step(model: Any, step: str, variables: Any, values: Any) -> None:
         step: The step's name.
         variables: Lists of the model's variables, as in the step's state.
         values: The arrays of these variables, which `fit` keeps apart from them.
+        device: The device that the step takes them to, if not where they are.
     """
     placed = {
         id(variable): value
         for group, arrays in zip(variables, values, strict=True)
         for variable, value in zip(group, arrays, strict=True)
     }
-    for path, rows in rows_by_layer(model, placed).items():
+    for rows in rows_by_layer(model, placed):
         shards = ", ".join(
             f"{row.variable} {row.shape} in shards {row.shard_shape}"
             for row in rows
             if row.variable
         )
-        where = ", ".join(dict.fromkeys(d for row in rows for d in row.devices))
+        where = device or ", ".join(dict.fromkeys(d for r in rows for d in r.devices))
         logger.info(
             "Running %s: layer %s (%s) in device %s%s",
             step,
-            path,
+            rows[0].layer,
             rows[0].layer_type,
             where,
             f": {shards}" if shards else "",

@@ -7,11 +7,12 @@ remember the scope they were made in; `keras_hooks` brings them back to it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from meshwright.devices.runtime import jax_devices
+from meshwright.devices.runtime import jax_devices, name_of
+from meshwright.errors import UnknownDeviceError
 
 import jax
 
@@ -19,15 +20,81 @@ _current: ContextVar[str | None] = ContextVar("meshwright_device", default=None)
 _HOME = "_meshwright_device"
 
 
+STEP_MAKER = "_meshwright_step_maker"
+"""The attribute of a model that makes its steps, set by a strategy."""
+
+Listener = Callable[[Any], None]
+"""Called with a layer or operation that was made inside a scope."""
+LayoutChooser = Callable[[Any], jax.sharding.Sharding | None]
+"""Chooses the sharding of a variable that is being made inside a scope."""
+
+_strategies: ContextVar[tuple[tuple[Listener, LayoutChooser], ...]] = ContextVar(
+    "meshwright_strategies", default=()
+)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener, choose: LayoutChooser) -> Iterator[None]:
+    """Lets a strategy see what is made inside of its scope."""
+    token = _strategies.set((*_strategies.get(), (listener, choose)))
+    try:
+        yield
+    finally:
+        _strategies.reset(token)
+
+
+_outputs: ContextVar[Callable[[Any], Any] | None] = ContextVar(
+    "meshwright_outputs", default=None
+)
+
+
+@contextlib.contextmanager
+def passing_outputs_through(function: Callable[[Any], Any]) -> Iterator[None]:
+    """Passes the output of every layer through a function, while a step is traced."""
+    token = _outputs.set(function)
+    try:
+        yield
+    finally:
+        _outputs.reset(token)
+
+
+def pass_output(output: Any) -> Any:
+    """What a layer's output becomes here."""
+    function = _outputs.get()
+    return output if function is None else function(output)
+
+
+def creation_listeners() -> tuple[Listener, ...]:
+    """The listeners of the scopes that are open here."""
+    return tuple(listener for listener, _ in _strategies.get())
+
+
+def layout_choosers() -> tuple[LayoutChooser, ...]:
+    """The choosers of the scopes that are open here, innermost first."""
+    return tuple(choose for _, choose in reversed(_strategies.get()))
+
+
 @contextlib.contextmanager
 def enter(name: str | None) -> Iterator[None]:
     """Enters the scope of a device that is known to exist; None is automatic."""
+    target = None if name is None else _existing(name)
     token = _current.set(name)
     try:
-        with jax.default_device(None if name is None else jax_devices()[name]):
+        with jax.default_device(target):
             yield
     finally:
         _current.reset(token)
+
+
+def _existing(name: str) -> jax.Device:
+    available = jax_devices()
+    if name not in available:
+        raise UnknownDeviceError(
+            f"{name} unknown device: something was made for it, and it is gone.",
+            "What was made in a scope lives on that device for good.",
+            f"Configure the devices first; now there are {', '.join(available)}.",
+        )
+    return available[name]
 
 
 def current_device() -> str | None:
@@ -46,15 +113,51 @@ def home_of(thing: Any) -> str | None:
     return getattr(thing, _HOME, None)
 
 
-def homes_of(model: Any) -> dict[str, str]:
-    """The layers of a model that were made for a device, and which: path → name.
+def homes_of(model: Any) -> list[tuple[str, str]]:
+    """Which layer or operation of a model lives on which device, as (path, name).
 
-    A layer that only holds others counts through these.
+    Variables decide where there are any: one that nobody placed lives on the default
+    device. What has no variables counts only if it was placed, else it follows.
     """
-    homes = {}
+    homes = []
     for layer in model._flatten_layers():
-        holds_others = any(layer._flatten_layers(include_self=False, recursive=False))
-        home = home_of(layer)
-        if home is not None and not holds_others:
-            homes[layer.path or layer.name] = home
-    return homes
+        path = layer.path or layer.name
+        own = own_variables(layer)
+        homes += [(path, home_of(v) or default_device()) for v in own]
+        is_leaf = not layer._flatten_layers(include_self=False)
+        if not own and is_leaf and not is_input(layer) and home_of(layer):
+            homes.append((path, str(home_of(layer))))
+        homes += [
+            (operation.name, str(home_of(operation)))
+            for operation in getattr(layer, "operations", ())
+            if not hasattr(operation, "_flatten_layers") and home_of(operation)
+        ]
+    return list(dict.fromkeys(homes)) if any_placed(model) else []
+
+
+def any_placed(model: Any) -> bool:
+    """Whether anything of a model was made inside of a scope."""
+    layers = model._flatten_layers()
+    operations = [o for layer in layers for o in getattr(layer, "operations", ())]
+    things = [*layers, *operations, *model.variables]
+    return any(home_of(thing) for thing in things if not is_input(thing))
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """The variables of a layer that belong to none of the layers inside it."""
+    inner = layer._flatten_layers(include_self=False)
+    theirs = {id(variable) for other in inner for variable in other.variables}
+    return [variable for variable in layer.variables if id(variable) not in theirs]
+
+
+def is_input(layer: Any) -> bool:
+    """Whether a layer only stands for an input."""
+    return bool(type(layer).__name__ == "InputLayer")
+
+
+def default_device() -> str:
+    """The name of the device that work goes to here, unless it was placed."""
+    configured = jax.config.jax_default_device
+    if isinstance(configured, str):
+        configured = jax.devices(configured)[0]
+    return name_of(configured or jax.devices()[0])

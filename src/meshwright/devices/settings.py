@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.devices.sizes import is_count
 from meshwright.errors import ConfigurationError
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_VIRTUAL"
@@ -59,7 +60,7 @@ def parse_virtual(value: int | str, source: str) -> Virtual:
     >>> parse_virtual("gpu:4", "virtual"), parse_virtual(8, "virtual")
     (Virtual(kind='GPU', count=4), Virtual(kind='CPU', count=8))
     """
-    usable = isinstance(value, int | str) and not isinstance(value, bool)
+    usable = isinstance(value, str) or is_count(value)
     match = _VIRTUAL.fullmatch(str(value).strip()) if usable else None
     if match is None or not 1 <= int(match["count"]) <= MOST_VIRTUAL_DEVICES:
         raise ConfigurationError(

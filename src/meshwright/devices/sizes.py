@@ -2,6 +2,7 @@
 
 import re
 from decimal import Decimal
+from numbers import Integral
 
 from meshwright.errors import ConfigurationError
 
@@ -12,6 +13,11 @@ _UNITS = {
     **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number, NumPy's included; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def parse_bytes(size: int | str, what: str) -> int:
@@ -30,7 +36,7 @@ def parse_bytes(size: int | str, what: str) -> int:
         unit = _UNITS.get(match[2].upper())
         number = int(Decimal(match[1]) * unit) if unit else 0
     else:
-        number = size if isinstance(size, int) and not isinstance(size, bool) else 0
+        number = int(size) if is_count(size) else 0
     if number < 1:
         raise ConfigurationError(
             f"{what} received {size!r} (a {type(size).__name__}).",

@@ -1,5 +1,6 @@
 """What is checked and logged about a model's step before it runs."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,8 +10,13 @@ from meshwright.devices.memory import (
     refuse_batch,
     refuse_over_limit,
 )
-from meshwright.devices.placement_log import is_logging, log_step
-from meshwright.devices.scope import enter, homes_of
+from meshwright.devices.placement_log import log_number, log_step
+from meshwright.devices.scope import (
+    current_device,
+    default_device,
+    enter,
+    homes_of,
+)
 from meshwright.devices.settings import current_settings
 from meshwright.errors import MemoryLimitError, PlacementError
 
@@ -24,8 +30,8 @@ _STATES = {4: _TRAIN, 3: (*_TRAIN[:2], "metrics"), 2: _TRAIN[:2]}
 def refuse_to_train_split_model(model: Any) -> None:
     """Raises if the layers of a model were put on more than one device."""
     homes = homes_of(model)
-    if len(set(homes.values())) > 1:
-        layers = ", ".join(f"{path} on {name}" for path, name in homes.items())
+    if len({name for _, name in homes}) > 1:
+        layers = ", ".join(f"{path} on {name}" for path, name in homes)
         raise PlacementError(
             f"fit was called on {model.name!r}, whose layers live on several devices: "
             f"{layers}.",
@@ -36,38 +42,25 @@ def refuse_to_train_split_model(model: Any) -> None:
         )
 
 
-class GuardedStep:
-    """A Keras step that runs where its model was put, if its memory limit allows.
+class StepState:
+    """Returns a model's values to it when a memory limit stops its training.
 
-    A model on one device runs its compiled step there. A model on several devices runs
-    its step uncompiled, so that each layer works at home.
+    Keras takes the values away from the variables for as long as `fit` runs, and puts
+    back what it saw last, which steps since then may have consumed.
     """
 
-    def __init__(self, model: Any, step: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._step = step
-        self._is_compiled = hasattr(step, "lower")
-        self._homes = sorted(set(homes_of(model).values()))
-        if self._is_compiled and len(self._homes) > 1:
-            self._step = step.__wrapped__  # type: ignore[attr-defined]
-            self._is_compiled = False
-        self._checked: set[Any] = set()
         self._state: Any = None
 
-    def __call__(self, state: Any, data: Any) -> Any:
-        """Runs one step; the first with new shapes is checked and logged before."""
-        with self._scope():
-            if self._is_compiled:
-                self._look_before_running(state, data)
-            logs, self._state = self._step(state, data)
-            return logs, self._state
+    def keep(self, state: Any) -> Any:
+        """Remembers the newest state."""
+        self._state = state
+        return state
 
     @contextmanager
     def giving_back(self, state: Any) -> Iterator[None]:
-        """Returns the model's values to it when a memory limit stops its training.
-
-        Keras takes the values away from the variables for as long as `fit` runs.
-        """
+        """Gives the newest state back if the block is refused."""
         self._state = state
         try:
             yield
@@ -78,41 +71,80 @@ class GuardedStep:
             self._state = None
 
     def _give_back(self) -> None:
-        variables = _variables_of(self._model, self._state)
+        variables = variables_of(self._model, self._state)
         for group, values in zip(variables, self._state, strict=True):
             for variable, value in zip(group, values, strict=True):
                 variable._value = value
-        # Otherwise Keras would put back what it saw last, which the steps since then
-        # have consumed.
         self._model._jax_state_synced = True
 
-    def _scope(self) -> AbstractContextManager[None]:
-        return enter(self._homes[0]) if len(self._homes) == 1 else nullcontext()
 
-    def _look_before_running(self, state: Any, data: Any) -> None:
-        limit, logging = current_settings().memory_limit, is_logging()
+class StepCheck:
+    """Looks at a compiled step before it runs: its memory, and where it runs."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model = model
+        self._name = name
+        self._seen: set[Any] = set()
+
+    def look(
+        self, step: Any, state: Any, data: Any, size: int, device: str | None = None
+    ) -> None:
+        """Refuses a step over the limit, and logs it; once for each new shape.
+
+        Arguments:
+            step: A function under `jax.jit`.
+            state: Its first argument, lists of the values of the model's variables.
+            data: Its second, the batch.
+            size: The number of samples in the batch.
+            device: The device that the step runs on, if it is not where `state` is.
+        """
+        limit, logging = current_settings().memory_limit, log_number()
         if limit is None and not logging:
             return
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(data))
-        if (shapes, limit, logging) in self._checked:
+        if (size, shapes, limit, logging) in self._seen:
             return
-        variables = _variables_of(self._model, state)
+        variables = variables_of(self._model, state)
         if limit is not None:
-            self._refuse_over_limit(state, data, variables, limit)
+            name = f"{self._name} of {self._model.name!r}"
+            lowered = step.lower(state, data)
+            labels = _labels(variables, next(iter(inspect.signature(step).parameters)))
+            refuse_over_limit(lowered, labels, limit, name, size)
         if logging:
-            log_step(self._model, self._step.__name__, variables, state)
-        self._checked.add((shapes, limit, logging))
+            log_step(self._model, self._name, variables, state, device)
+        self._seen.add((size, shapes, limit, logging))
 
-    def _refuse_over_limit(
-        self, state: Any, data: Any, variables: list[list[Any]], limit: int
-    ) -> None:
-        refuse_over_limit(
-            self._step.lower(state, data),  # type: ignore[attr-defined]
-            _labels(variables),
-            limit,
-            f"{self._step.__name__} of {self._model.name!r}",
-            _batch_size(data),
-        )
+
+class GuardedStep:
+    """A Keras step that runs where its model was put, if its memory limit allows.
+
+    A model on one device runs its compiled step there. A model on several devices runs
+    its step uncompiled, so that each layer works at home.
+    """
+
+    def __init__(self, model: Any, step: Callable[[Any, Any], Any]) -> None:
+        self._step = step
+        self._is_compiled = hasattr(step, "lower")
+        self._homes = sorted({name for _, name in homes_of(model)})
+        if self._is_compiled and len(self._homes) > 1:
+            self._step = step.__wrapped__  # type: ignore[attr-defined]
+            self._is_compiled = False
+        self._check = StepCheck(model, step.__name__)
+        self._state = StepState(model)
+        self.giving_back = self._state.giving_back
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        """Runs one step; the first with new shapes is checked and logged before."""
+        with self._scope():
+            if self._is_compiled:
+                size = _batch_size(data)
+                device = current_device() or default_device()
+                self._check.look(self._step, state, data, size, device)
+            logs, state = self._step(state, data)
+            return logs, self._state.keep(state)
+
+    def _scope(self) -> AbstractContextManager[None]:
+        return enter(self._homes[0]) if len(self._homes) == 1 else nullcontext()
 
 
 @contextmanager
@@ -131,18 +163,19 @@ def refusal_of_batches_over_limit(data: Any) -> Iterator[None]:
         refuse_batch(data, limit, error)
 
 
-def _variables_of(model: Any, state: Any) -> list[list[Any]]:
+def variables_of(model: Any, state: Any) -> list[list[Any]]:
     """The model's variables, in the order of the lists in `state`."""
+    optimizer = getattr(model, "optimizer", None)
     found = {
         "trainable_variables": model.trainable_variables,
         "non_trainable_variables": model.non_trainable_variables,
-        "optimizer": model.optimizer.variables if model.optimizer else [],
+        "optimizer": optimizer.variables if optimizer else [],
         "metrics": model.metrics_variables,
     }
     return [found[name] for name in _STATES[len(state)]]
 
 
-def _labels(variables: list[list[Any]]) -> dict[str, tuple[str, str]]:
+def _labels(variables: list[list[Any]], argument: str) -> dict[str, tuple[str, str]]:
     """The kind and path of each variable under the name that the compiler gives it."""
     kinds = {
         4: ("parameters", "model state", "optimizer state", "metrics"),
@@ -150,7 +183,7 @@ def _labels(variables: list[list[Any]]) -> dict[str, tuple[str, str]]:
         2: ("parameters", "model state"),
     }[len(variables)]
     return {
-        f"state[{i}][{j}]": (kind, variable.path)
+        f"{argument}[{i}][{j}]": (kind, variable.path)
         for i, (kind, group) in enumerate(zip(kinds, variables, strict=True))
         for j, variable in enumerate(group)
     }

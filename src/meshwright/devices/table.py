@@ -7,7 +7,12 @@ from math import prod
 from typing import Any
 
 from meshwright.devices.runtime import names_of
-from meshwright.devices.scope import home_of
+from meshwright.devices.scope import (
+    default_device,
+    home_of,
+    is_input,
+    own_variables,
+)
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import PlacementError
 
@@ -92,25 +97,25 @@ def placement(model: Any) -> PlacementTable:
             "It lists the layers of a Keras model or layer.",
             "Pass the model itself.",
         )
-    return PlacementTable(row for rows in rows_by_layer(model).values() for row in rows)
+    return PlacementTable(row for rows in rows_by_layer(model) for row in rows)
 
 
 def rows_by_layer(
     model: Any, values: Mapping[int, jax.Array] | None = None
-) -> dict[str, list[PlacementRow]]:
-    """The rows of each layer that computes something itself, by its path.
+) -> list[list[PlacementRow]]:
+    """The rows of each layer that computes something itself.
 
     Arguments:
         model: A Keras model or layer.
         values: Arrays of variables by `id`, for a step in which they are kept apart.
     """
-    found = {}
+    found = []
     for layer in model._flatten_layers():
-        variables = _own_variables(layer)
+        variables = own_variables(layer)
         is_leaf = not layer._flatten_layers(include_self=False)
-        if variables or (is_leaf and not _is_input(layer)):
+        if variables or (is_leaf and not is_input(layer)):
             path = layer.path or layer.name
-            found[path] = list(_layer_rows(layer, path, variables, values or {}))
+            found.append(list(_layer_rows(layer, path, variables, values or {})))
     return found
 
 
@@ -140,24 +145,9 @@ def _layer_rows(
             dtype=None,
             shape=None,
             shard_shape=None,
-            devices=(home_of(layer) or _default_device(),),
+            devices=(home_of(layer) or default_device(),),
             bytes=0,
         )
-
-
-def _is_input(layer: Any) -> bool:
-    return bool(type(layer).__name__ == "InputLayer")
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    """The variables of a layer that belong to none of the layers inside it."""
-    inner = layer._flatten_layers(include_self=False)
-    theirs = {id(variable) for other in inner for variable in other.variables}
-    return [variable for variable in layer.variables if id(variable) not in theirs]
-
-
-def _default_device() -> str:
-    return names_of([jax.config.jax_default_device or jax.devices()[0]])[0]
 
 
 def _cells(row: PlacementRow, is_first: bool) -> list[str]:

@@ -29,6 +29,7 @@ _FLOORS = {"keras": (3, 15, 1), "jax": (0, 10), "orbax-checkpoint": (0, 12)}
 _SHOWN = ("meshwright", "keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _LITTLE_DISK = 2 * 2**30
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+_PROBE_SECONDS = 300
 _PROBE = (
     "import jax, json; d = jax.devices(); "
     "print(json.dumps([jax.default_backend(), [str(x.device_kind) for x in d]]))"
@@ -161,7 +162,11 @@ def check_runtime() -> Check:
     # Growing memory, so that looking does not take it from somebody who computes.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ran = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", _PROBE],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=_PROBE_SECONDS,
     )
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,0 +1,77 @@
+"""Batches on a mesh, of any size.
+
+A batch is split into equal pieces: as many as divide both its size and the batch axes
+of the mesh. Devices that are left over compute the same piece as a neighbour. Nothing
+is padded, dropped or duplicated in the mathematics, whatever the size. (XLA can also
+compute with unequal pieces, which it pads inside; that padding was seen to leak into
+the gradients of embeddings, so it is not used.)
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+from meshwright.parallel.plan import BATCH_AXES
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def batch_size(data: Any) -> int:
+    """The number of samples of a batch, which is a tree of arrays."""
+    return int(jax.tree.leaves(data)[0].shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """How batches of one size are split over a mesh.
+
+    The mesh is seen as pieces x spare x tensor devices, in the same order.
+    """
+
+    size: int
+    mesh: Mesh
+
+    @property
+    def num_replicas(self) -> int:
+        """The pieces that the mesh could take."""
+        return prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+    @property
+    def pieces(self) -> int:
+        """The pieces that the batch is split into."""
+        return gcd(self.size, self.num_replicas)
+
+    def sharding(self, num_dims: int = 1) -> NamedSharding:
+        """Split by sample; the dims after the first are left to the compiler."""
+        spare = self.num_replicas // self.pieces
+        grid = self.mesh.devices.reshape(self.pieces, spare, -1)
+        names = ("pieces", "spare", "tensor")
+        view = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
+        return NamedSharding(view, PartitionSpec("pieces", *free))
+
+    def put(self, data: Any) -> Any:
+        """Moves a batch from the host onto the mesh."""
+        split = self.sharding()
+
+        def put(array: Any) -> jax.Array:
+            host = np.asarray(array)
+            return jax.make_array_from_callback(host.shape, split, host.__getitem__)
+
+        return jax.tree.map(put, data)
+
+    def keep(self, value: Any) -> Any:
+        """Inside a program: activations stay split by sample, as the weights are not.
+
+        Without this the compiler may follow the split of a weight instead and move
+        activations, which are larger.
+        """
+
+        def keep(array: Any) -> Any:
+            if not getattr(array, "ndim", 0) or array.shape[0] != self.size:
+                return array
+            return jax.lax.with_sharding_constraint(array, self.sharding(array.ndim))
+
+        return jax.tree.map(keep, value)

@@ -1,0 +1,36 @@
+"""The mesh of a Plan: named devices in the shape of its degrees."""
+
+from meshwright.devices.runtime import jax_devices
+from meshwright.parallel.plan import AXES, BATCH_AXES, Plan, Spec
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def make_mesh(plan: Plan, names: tuple[str, ...]) -> Mesh:
+    """Arranges devices, which must exist, as the plan wants them."""
+    available = jax_devices()
+    shape = tuple(getattr(plan, axis) for axis in AXES)
+    grid = np.array([available[name] for name in names], dtype=object).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
+    """The placement of an array whose dims are split as `spec` says."""
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The placement of a batch: its first dim is split over all batch axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The placement of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def is_on(mesh: Mesh, array: jax.Array) -> bool:
+    """Whether an array already lives on the devices of a mesh."""
+    return array.sharding.device_set == set(mesh.devices.flat)

@@ -1,0 +1,1 @@
+"""What users name: strategies, and what can be done with one."""

@@ -1,0 +1,70 @@
+"""What a strategy does to a model, in words and numbers."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from meshwright.devices.sizes import format_bytes
+from meshwright.errors import StrategyError
+from meshwright.parallel.collectives import count_collectives
+from meshwright.parallel.layout import VariableLayout
+from meshwright.strategies.attach import place
+from meshwright.train.mesh_step import MeshStep, training_state
+
+import jax
+
+if TYPE_CHECKING:
+    from meshwright.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Where every variable goes and why, and what travels in a training step."""
+
+    strategy: str
+    layouts: tuple[VariableLayout, ...]
+    collectives: dict[str, int]
+    """Collectives of one compiled training step by kind."""
+
+    @property
+    def whole(self) -> tuple[VariableLayout, ...]:
+        """The variables that every device holds whole."""
+        return tuple(layout for layout in self.layouts if not layout.is_split)
+
+    def __str__(self) -> str:
+        width = max((len(layout.path) for layout in self.layouts), default=0)
+        lines = [self.strategy]
+        lines += [
+            f"  {v.path:<{width}}  {v.shape!s:<14} {_spec(v):<24} {v.because}"
+            for v in self.layouts
+        ]
+        kept = sum(4 * prod(v.shape) for v in self.whole)
+        travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
+        lines.append(
+            f"{len(self.whole)} of {len(self.layouts)} variables are whole on every "
+            f"device (about {format_bytes(kept)}); a training step has "
+            f"{travels or 'no collectives'}"
+        )
+        return "\n".join(lines)
+
+
+def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
+    """See `Strategy.explain`."""
+    if not (model.built and model.compiled):
+        raise StrategyError(
+            f"explain received {model.name!r}, which is not built or not compiled.",
+            "What travels is read from the compiled training step.",
+            "Build the model (give it an Input) and call compile first.",
+        )
+    layouts = place(model, strategy)
+    step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
+    compiled = step.lower(training_state(model, (x, y)), (x, y)).compile()
+    return Explanation(
+        strategy=repr(strategy),
+        layouts=tuple(layouts.values()),
+        collectives=count_collectives(compiled.as_text()),
+    )
+
+
+def _spec(layout: VariableLayout) -> str:
+    return str(layout.spec).replace("'", "") if layout.is_split else "whole"

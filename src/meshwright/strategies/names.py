@@ -1,0 +1,118 @@
+"""The strategies by the names of the field; each only yields a Plan."""
+
+from collections.abc import Sequence
+
+from meshwright.devices.device import Device
+from meshwright.errors import PlanError
+from meshwright.parallel.plan import Plan, Spec
+from meshwright.parallel.rules import check_rules
+from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
+
+
+class Single(Strategy):
+    """Everything on one device: what all other strategies are compared with.
+
+    >>> import meshwright as mw
+    >>> mw.Single("CPU:1").devices
+    ('/device:CPU:1',)
+    """
+
+    def __init__(self, device: str | Device | None = None) -> None:
+        chosen = choose_devices(None if device is None else [device])
+        super().__init__(Plan(), chosen[:1])
+
+
+class Mirrored(Strategy):
+    """Every device holds the whole model and computes a part of the batch.
+
+    >>> import meshwright as mw
+    >>> mw.Mirrored(["CPU:0", "CPU:1"])
+    Mirrored(data=2)
+    """
+
+    def __init__(self, devices: DeviceNames = None) -> None:
+        chosen = choose_devices(devices)
+        super().__init__(Plan(data=len(chosen)), chosen)
+
+
+class FSDP(Strategy):
+    """Parameters and optimizer state are split; the batch too. Spare devices mirror.
+
+    >>> import meshwright as mw
+    >>> mw.FSDP(4)
+    FSDP(data=2 x fsdp=4)
+    """
+
+    def __init__(self, degree: int | None = None, devices: DeviceNames = None) -> None:
+        chosen = choose_devices(devices)
+        degree = len(chosen) if degree is None else degree
+        data = _spare(self, "degree", degree, len(chosen))
+        super().__init__(Plan(data=data, fsdp=degree), chosen)
+
+
+class TensorParallel(Strategy):
+    """Single weights are split inside their layers. Spare devices mirror.
+
+    Arguments:
+        degree: Ways each weight is split.
+        rules: Ordered pairs of a pattern and a spec that override the automatic choice.
+        devices: The devices to use; all of the best kind if left out.
+
+    >>> import meshwright as mw
+    >>> mw.TensorParallel(8)
+    TensorParallel(tensor=8)
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        rules: Sequence[tuple[str, Spec]] | None = None,
+        devices: DeviceNames = None,
+    ) -> None:
+        chosen = choose_devices(devices)
+        data = _spare(self, "degree", degree, len(chosen))
+        checked = check_rules(rules or ())
+        super().__init__(Plan(data=data, tensor=degree, rules=checked), chosen)
+
+
+class Hybrid(Strategy):
+    """Any combination of degrees; their product is the number of devices.
+
+    >>> import meshwright as mw
+    >>> mw.Hybrid(data=2, fsdp=2, tensor=2)
+    Hybrid(data=2 x fsdp=2 x tensor=2)
+    """
+
+    def __init__(
+        self,
+        data: int = 1,
+        fsdp: int = 1,
+        tensor: int = 1,
+        stages: int = 1,
+        *,
+        rules: Sequence[tuple[str, Spec]] = (),
+        devices: DeviceNames = None,
+    ) -> None:
+        plan = Plan(
+            data=data,
+            fsdp=fsdp,
+            tensor=tensor,
+            stages=stages,
+            rules=check_rules(rules),
+        )
+        super().__init__(plan, choose_devices(devices))
+
+
+def _spare(strategy: Strategy, name: str, degree: int, num_devices: int) -> int:
+    """The degree of the data axis that uses the remaining devices."""
+    Plan(fsdp=degree)  # checks that it is a count
+    if num_devices % degree:
+        raise PlanError(
+            f"{type(strategy).__name__} received {name}={degree} for {num_devices} "
+            "devices.",
+            "Spare devices become the data axis, so the degree divides their number: "
+            f"{num_devices} = {degree} x {num_devices // degree} + "
+            f"{num_devices % degree}.",
+            f"Use a degree that divides {num_devices}, or pass devices=[...].",
+        )
+    return num_devices // degree

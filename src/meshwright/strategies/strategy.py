@@ -1,0 +1,151 @@
+"""A strategy: a Plan, the devices it runs on, and the ways to use it."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from meshwright.devices.device import Device
+from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.names import parse_device_name
+from meshwright.devices.runtime import usable_devices
+from meshwright.devices.scope import listening
+from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
+from meshwright.parallel.layout import add_fsdp, is_arithmetic
+from meshwright.parallel.mesh import make_mesh, sharding
+from meshwright.parallel.plan import Plan
+from meshwright.strategies.attach import attach, attached
+
+from jax.sharding import Mesh
+
+DeviceNames = Sequence[str | Device] | None
+
+
+class Strategy:
+    """How one model is trained on several devices.
+
+    Strategies are made by name (`Mirrored`, `FSDP`, ...); each is a Plan on devices.
+
+    Attributes:
+        plan: The plan.
+        devices: Names of the devices, in the order of the mesh.
+    """
+
+    def __init__(self, plan: Plan, devices: tuple[str, ...]) -> None:
+        if plan.num_devices != len(devices):
+            raise PlanError(
+                f"{type(self).__name__} wants {plan.describe()} = {plan.num_devices} "
+                f"devices and received {len(devices)}: {', '.join(devices)}.",
+                "data x fsdp x tensor is the number of devices.",
+                "Change a degree, or pass the devices to use as devices=[...].",
+            )
+        self.plan = plan
+        self.devices = devices
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.plan.num_replicas
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh of the plan; making it starts the runtime."""
+        return make_mesh(self.plan, self.devices)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.plan.describe()})"
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Models made inside are trained by this strategy, also after the scope.
+
+        Their variables are made split as far as their shape alone allows; what depends
+        on the graph is laid out when the model first runs.
+        """
+        install_keras_hooks()
+        opened = _open_scopes.get(id(self), 0)
+        others = [key for key in _open_scopes if key != id(self)]
+        if others:
+            raise StrategyError(
+                f"The scope of {self!r} was entered inside the scope of another "
+                "strategy.",
+                "A model is trained by one strategy, so scopes do not mix.",
+                "Leave the other scope first, or use mw.distribute(model, strategy).",
+            )
+        _open_scopes[id(self)] = opened + 1
+        try:
+            with listening(self._notice, self._first_layout):
+                yield self
+        finally:
+            _open_scopes[id(self)] -= 1
+            if not _open_scopes[id(self)]:
+                del _open_scopes[id(self)]
+
+    def explain(self, model: Any, x: Any, y: Any) -> Any:
+        """Where every variable goes and why, and what travels in a training step.
+
+        Arguments:
+            model: A built and compiled model; it is placed on this strategy's mesh.
+            x: Inputs of one global batch.
+            y: Its targets.
+
+        Returns:
+            An `Explanation`, which prints well.
+        """
+        from meshwright.strategies.explanation import explain
+
+        return explain(self, model, x, y)
+
+    def _notice(self, made: Any) -> None:
+        import keras
+
+        if isinstance(made, keras.Model) and attached(made) is None:
+            attach(made, self)
+
+    def _first_layout(self, variable: Any) -> Any:
+        shape = tuple(variable.shape)
+        spec: tuple[str | None, ...] = (None,) * len(shape)
+        if self.plan.fsdp > 1 and is_arithmetic(variable):
+            spec, _ = add_fsdp(shape, spec, self.plan.fsdp)
+        return sharding(self.mesh, spec)
+
+
+_open_scopes: dict[int, int] = {}
+
+
+def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
+    """The names of the devices of a strategy: those given, or all of the best kind.
+
+    Strategies never fall back to other devices: a missing one is an error.
+    """
+    usable = [device.name for device in usable_devices()]
+    if devices is None:
+        gpus = [d.name for d in usable_devices() if d.kind != "CPU"]
+        return tuple(gpus or usable)
+    if isinstance(devices, str) or not len(devices):
+        raise PlanError(
+            f"devices received {devices!r}.",
+            "It takes a list of at least one device.",
+            f"Write, for example, devices=[{usable[0]!r}].",
+        )
+    names = tuple(str(_full_name(device, usable)) for device in devices)
+    if len(set(names)) < len(names):
+        raise PlanError(
+            f"devices received {list(names)}, which names a device twice.",
+            "Each device of a mesh is used once.",
+            f"Name each once, out of: {', '.join(usable)}.",
+        )
+    return names
+
+
+def _full_name(device: str | Device, usable: list[str]) -> str:
+    text = device.name if isinstance(device, Device) else device
+    name = parse_device_name(text, tuple(usable))
+    full = f"/device:{name.kind}:{name.index or 0}"
+    if full not in usable:
+        raise UnknownDeviceError(
+            f"{full} unknown device.",
+            "A strategy runs on the devices it names and never falls back.",
+            f"Use some of {', '.join(usable)}.",
+        )
+    return full

@@ -1,0 +1,1 @@
+"""Runs a model's steps over a mesh."""

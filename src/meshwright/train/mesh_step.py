@@ -1,0 +1,116 @@
+"""A Keras step as one program over a mesh."""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from meshwright.devices.scope import passing_outputs_through
+from meshwright.devices.start import user_line
+from meshwright.devices.step import StepCheck, StepState, variables_of
+from meshwright.errors import BatchWarning, StrategyError
+from meshwright.parallel.batch import BatchSplit, batch_size
+from meshwright.parallel.mesh import replicated
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+TRAIN_STATES = 4
+"""Lists in the state of Keras' training step: weights, others, optimizer, metrics."""
+
+PREDICT_STATES = 2
+"""Lists in the state of Keras' predict step: weights and others."""
+
+
+class MeshStep:
+    """Runs a step of Keras' (train, test or predict) over a mesh.
+
+    The step stays the pure function that Keras made of the model; it is compiled for
+    the mesh once per batch size, with the state laid out as the model's variables are.
+    """
+
+    def __init__(self, model: Any, step: Any, mesh: Mesh) -> None:
+        if not hasattr(step, "lower"):
+            raise StrategyError(
+                f"{model.name!r} was compiled with run_eagerly=True or "
+                "jit_compile=False.",
+                "A step over a mesh is one compiled program.",
+                "Compile the model without these, or train it without a strategy.",
+            )
+        self._model = model
+        self._function: Callable[[Any, Any], Any] = step.__wrapped__
+        self._mesh = mesh
+        self._check = StepCheck(model, step.__name__)
+        self._state = StepState(model)
+        self._newest: Any = None
+        self._has_run = False
+        self.giving_back = self._state.giving_back
+        self._program = cache(self._make_program)
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        """Runs one step on a batch of any size; returns what Keras' step does."""
+        split = BatchSplit(batch_size(data), self._mesh)
+        self._warn_of_idle_devices(split, len(state))
+        state = self._lay_out(state)
+        batch = split.put(data)
+        program = self._program(split, len(state))
+        self._check.look(program, state, batch, split.size)
+        outputs, state = program(state, batch)
+        self._newest = state
+        return outputs, self._state.keep(state)
+
+    def lower(self, state: Any, data: Any) -> Any:
+        """The program for a batch like `data`, ready to be compiled and looked at."""
+        split = BatchSplit(batch_size(data), self._mesh)
+        program = self._program(split, len(state))
+        return program.lower(self._lay_out(state), split.put(data))
+
+    def _warn_of_idle_devices(self, split: BatchSplit, num_lists: int) -> None:
+        """Says once that training batches do not divide; a tail is no reason to."""
+        is_first, self._has_run = not self._has_run, True
+        is_uneven = split.size > split.num_replicas > split.pieces
+        if is_first and is_uneven and num_lists == TRAIN_STATES:
+            wanted = split.num_replicas
+            below = split.size // wanted * wanted
+            file, line = user_line() or ("<unknown>", 1)
+            warnings.warn_explicit(
+                f"A global batch of {split.size} is split into {split.pieces} equal "
+                f"pieces, although the mesh could compute {wanted} at a time. The "
+                f"result is exact; a batch of {below} or {below + wanted} would use "
+                "every device.",
+                BatchWarning,
+                file,
+                line,
+            )
+
+    def _lay_out(self, state: Any) -> Any:
+        if state is self._newest:
+            return state
+        return jax.tree.map(jax.device_put, state, self._shardings(len(state)))
+
+    def _shardings(self, num_lists: int) -> tuple[list[NamedSharding], ...]:
+        whole = replicated(self._mesh)
+        variables = variables_of(self._model, [()] * num_lists)
+        return tuple([v._layout or whole for v in group] for group in variables)
+
+    def _make_program(self, split: BatchSplit, num_lists: int) -> Any:
+        shardings = self._shardings(num_lists)
+        predicts = num_lists == PREDICT_STATES
+
+        def step(state: Any, batch: Any) -> Any:
+            with passing_outputs_through(split.keep):
+                return self._function(state, batch)
+
+        logs = None if predicts else replicated(self._mesh)
+        return jax.jit(step, donate_argnums=0, out_shardings=(logs, shardings))
+
+
+def training_state(model: Any, batch: Any) -> Any:
+    """The state of a training step of Keras', with all variables made."""
+    model._symbolic_build(data_batch=batch)
+    return model._get_jax_state(
+        trainable_variables=True,
+        non_trainable_variables=True,
+        optimizer_variables=True,
+        metrics_variables=True,
+    )

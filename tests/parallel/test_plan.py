@@ -1,0 +1,92 @@
+"""Plans, meshes and batches."""
+
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.parallel.batch import BatchSplit, batch_size
+from meshwright.parallel.collectives import count_collectives
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.plan import Plan
+
+import jax
+import numpy as np
+import pytest
+
+NAMES = tuple(f"/device:CPU:{i}" for i in range(8))
+
+
+def test_the_product_of_the_degrees_is_the_number_of_devices() -> None:
+    plan = Plan(data=2, fsdp=2, tensor=2)
+    assert (plan.num_devices, plan.num_replicas) == (8, 4)
+    assert plan.describe() == "data=2 x fsdp=2 x tensor=2"
+    assert Plan().describe() == "one device"
+    assert Plan(rules=(("a", ("tensor",)),)).to_json()["rules"] == [["a", ["tensor"]]]
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, "2", True, None])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "stages"])
+def test_a_degree_is_a_whole_number_from_one(axis: str, degree: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{axis: degree})
+    assert str(caught.value).split("\n") == [
+        f"A plan received {axis}={degree!r} (a {type(degree).__name__}).",
+        "The degree of an axis is a whole number from 1.",
+        f"Use {axis}=1 to leave that axis out.",
+    ]
+
+
+def test_stages_are_refused_until_they_are_there() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(stages=4)
+    assert str(caught.value).split("\n") == [
+        "A plan received stages=4.",
+        "Pipeline stages are not there yet.",
+        "Use stages=1, and fsdp or tensor to fit a large model.",
+    ]
+
+
+def test_the_mesh_has_neighbours_along_its_last_axis() -> None:
+    mesh = make_mesh(Plan(data=2, tensor=4), NAMES)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert [d.id for d in mesh.devices[0, 0]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces"), [(1, 1), (7, 1), (6, 2), (12, 4), (8, 8), (24, 8), (4, 4)]
+)
+def test_a_batch_is_split_into_as_many_equal_pieces_as_divide(
+    size: int, pieces: int
+) -> None:
+    mesh = make_mesh(Plan(data=4, fsdp=2), NAMES)
+    split = BatchSplit(size, mesh)
+    data = {"x": np.arange(size * 3.0).reshape(size, 3), "y": np.arange(size)}
+    put = split.put(data)
+    assert split.pieces == pieces
+    assert put["x"].sharding.shard_shape(put["x"].shape) == (size // pieces, 3)
+    assert len(put["x"].sharding.device_set) == 8
+    np.testing.assert_array_equal(put["y"], data["y"])
+    assert batch_size(data) == size
+
+
+def test_absent_parts_of_a_batch_stay_absent() -> None:
+    split = BatchSplit(4, make_mesh(Plan(data=8), NAMES))
+    x, y = split.put((np.ones((4, 1)), None))
+    assert x.shape == (4, 1)
+    assert y is None
+
+
+def test_only_what_has_the_size_of_the_batch_is_kept_split() -> None:
+    split = BatchSplit(8, make_mesh(Plan(data=8), NAMES))
+    sample, other = jax.jit(split.keep)((np.ones((8, 2)), np.ones((3, 2))))
+    assert sample.sharding.shard_shape((8, 2)) == (1, 2)
+    assert other.sharding.shard_shape((3, 2)) == (3, 2)
+
+
+def test_collectives_are_counted_with_their_asynchronous_forms() -> None:
+    text = """
+    %a = f32[4] all-reduce(%b), to_apply=%add
+    %c = f32[4] all-reduce-start(%b)
+    %d = f32[4] all-reduce-done(%c)
+    %e = f32[8] all-gather(%d)
+    """
+    assert count_collectives(text) == {"all-gather": 1, "all-reduce": 2}

@@ -1,0 +1,253 @@
+"""The battery: every strategy trains every model to the weights of one device.
+
+The reference is stock Keras' own `fit` on one device, which knows nothing of meshes.
+A new strategy is a new row in STRATEGIES, a new kind of model one in MODELS.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import meshwright as mw
+
+import keras
+import numpy as np
+import pytest
+
+CPUS = [f"CPU:{i}" for i in range(8)]
+
+pytestmark = pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning")
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: mw.Single("CPU:3"),
+    "mirrored-2": lambda: mw.Mirrored(CPUS[:2]),
+    "mirrored-3": lambda: mw.Mirrored(CPUS[:3]),
+    "mirrored-8": lambda: mw.Mirrored(),
+    "fsdp-4": lambda: mw.FSDP(devices=CPUS[:4]),
+    "fsdp-2-on-8": lambda: mw.FSDP(2),
+    "tensor-2": lambda: mw.TensorParallel(2, devices=CPUS[:2]),
+    "tensor-4-on-8": lambda: mw.TensorParallel(4),
+    "hybrid-2-2-2": lambda: mw.Hybrid(data=2, fsdp=2, tensor=2),
+}
+
+
+def images(size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(size)
+    return (
+        rng.normal(size=(size, 6, 6, 3)).astype(np.float32),
+        rng.integers(0, 4, size).astype(np.int32),
+    )
+
+
+def words(size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(size)
+    x = rng.integers(1, 12, (size, 5)).astype(np.int32)
+    x[:, 3:] *= rng.integers(0, 2, (size, 2))  # zeros are masked
+    return x, rng.integers(0, 4, size).astype(np.int32)
+
+
+def table(size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(size)
+    return (
+        rng.normal(size=(size, 8)).astype(np.float32),
+        rng.integers(0, 4, size).astype(np.int32),
+    )
+
+
+L = keras.layers
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((8,)), L.Dense(16, activation="relu"), L.Dense(4)]
+    )
+
+
+def cnn() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 3)),
+            # No bias in front of BatchNorm: its gradient is zero but for rounding,
+            # which Adam would blow up on one device as on many.
+            *(L.Conv2D(8, 3, padding="same", use_bias=False), L.BatchNormalization()),
+            *(L.ReLU(), L.MaxPooling2D(), L.Conv2D(4, 3, use_bias=False)),
+            *(L.BatchNormalization(), L.Flatten(), L.Dense(8, activation="relu")),
+            L.Dense(4),
+        ]
+    )
+
+
+def dropout() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            *(L.Dense(16, kernel_regularizer="l2"), L.Dropout(0.4), L.Dense(4)),
+        ]
+    )
+
+
+def lstm() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((5,)), L.Embedding(12, 8, mask_zero=True), L.LSTM(8), L.Dense(4)]
+    )
+
+
+def transformer() -> keras.Model:
+    inputs = keras.Input((5,))
+    x = L.Embedding(12, 8)(inputs)
+    attended = L.MultiHeadAttention(4, 2)(x, x, use_causal_mask=True)
+    x = L.LayerNormalization()(x + attended)
+    mixed = L.Dense(8)(L.Dense(16, activation="gelu")(x))
+    x = L.LayerNormalization()(x + mixed)
+    return keras.Model(inputs, L.Dense(4)(L.GlobalAveragePooling1D()(x)))
+
+
+class Subclassed(keras.Model):
+    """Shares a layer, adds a loss, and has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = L.Dense(8, activation="tanh")
+        self.head = L.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        hidden = self.shared(self.shared(x))
+        self.add_loss(keras.ops.mean(keras.ops.square(hidden)))
+        return self.head(hidden)
+
+
+MODELS: dict[
+    str, tuple[Callable[[], keras.Model], Callable[[int], tuple[Any, Any]]]
+] = {
+    "mlp": (mlp, table),
+    "cnn": (cnn, images),
+    "dropout": (dropout, table),
+    "lstm": (lstm, words),
+    "transformer": (transformer, words),
+    "subclassed": (Subclassed, table),
+}
+
+
+def build(name: str, optimizer: str = "sgd") -> keras.Model:
+    keras.utils.set_random_seed(7)
+    model = MODELS[name][0]()
+    made = {
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01),
+    }[optimizer]()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=made, loss=loss, metrics=["accuracy"])
+    return model
+
+
+def train(model: keras.Model, name: str, size: int = 34, **options: Any) -> Any:
+    x, y = MODELS[name][1](size)
+    keras.utils.set_random_seed(11)
+    return model.fit(
+        x, y, **{"batch_size": 24, "epochs": 2, "verbose": 0, **options}
+    ).history
+
+
+def assert_equal_weights(ours: keras.Model, theirs: keras.Model, rtol: float) -> None:
+    for variable, reference in zip(ours.variables, theirs.variables, strict=True):
+        expected = np.asarray(reference.value)
+        scale = max(1.0, float(np.abs(expected).max(initial=0)))
+        np.testing.assert_allclose(
+            np.asarray(variable.value),
+            expected,
+            atol=rtol * scale,
+            err_msg=variable.path,
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_epochs_with_a_tail_equal_one_device(strategy: str, name: str) -> None:
+    reference = build(name)
+    expected = train(reference, name)
+    model = mw.distribute(build(name), STRATEGIES[strategy]())
+    history = train(model, name)
+    assert_equal_weights(model, reference, 2e-5)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-3", "fsdp-4", "tensor-4-on-8"])
+def test_adam_equals_one_device(strategy: str) -> None:
+    reference = build("cnn", "adam")
+    train(reference, "cnn")
+    model = mw.distribute(build("cnn", "adam"), STRATEGIES[strategy]())
+    train(model, "cnn")
+    assert_equal_weights(model, reference, 1e-4)
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("strategy", ["mirrored-8", "hybrid-2-2-2"])
+def test_gradients_of_one_step_for_every_remainder(strategy: str, size: int) -> None:
+    def one_step(model: keras.Model) -> list[Any]:
+        before = [np.asarray(w) for w in model.get_weights()]
+        x, y = images(size)
+        model.train_on_batch(x[:, 0, 0, :], y)
+        after = model.get_weights()
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        layers = [L.Dense(8, use_bias=False), L.BatchNormalization(), L.Dense(4)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.SGD(1.0), loss=loss)
+        return model
+
+    expected = one_step(make())
+    found = one_step(mw.distribute(make(), STRATEGIES[strategy]()))
+    largest = max(float(np.abs(g).max()) for g in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-6 * max(largest, 1.0)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored-8", "fsdp-2-on-8", "tensor-2"])
+def test_evaluate_and_predict_are_exact_on_any_number_of_samples(strategy: str) -> None:
+    model = build("cnn")
+    train(model, "cnn", epochs=1)
+    x, y = images(11)
+    scores = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    outputs = model.predict(x, batch_size=4, verbose=0)
+    mw.distribute(model, STRATEGIES[strategy]())
+    ours = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    assert ours == pytest.approx(scores, rel=1e-5)
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    assert predicted.shape == (11, 4)
+    np.testing.assert_allclose(predicted, outputs, atol=1e-5)
+
+
+def test_sample_weights_class_weights_and_validation_are_exact() -> None:
+    x, y = table(13)
+    weights = np.linspace(0.1, 2.0, 13)
+    options: dict[str, Any] = {"batch_size": 5, "epochs": 2, "verbose": 0}
+    options |= {"validation_data": (x[:7], y[:7]), "shuffle": False}
+    for extra in (
+        {"sample_weight": weights},
+        {"class_weight": {0: 2.0, 1: 1.0, 2: 0.5, 3: 1.0}},
+    ):
+        reference = build("mlp")
+        expected = reference.fit(x, y, **options, **extra).history
+        model = mw.distribute(build("mlp"), mw.Mirrored(CPUS[:3]))
+        history = model.fit(x, y, **options, **extra).history
+        assert_equal_weights(model, reference, 2e-5)
+        np.testing.assert_allclose(history["val_loss"], expected["val_loss"], rtol=1e-5)
+
+
+def test_schedules_advance_once_per_step_whatever_the_device_count() -> None:
+    def make() -> keras.Model:
+        model = build("mlp")
+        decay = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.SGD(decay), loss=loss)
+        return model
+
+    reference = make()
+    train(reference, "mlp")
+    model = mw.distribute(make(), mw.Mirrored())
+    train(model, "mlp")
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations) == 4
+    assert_equal_weights(model, reference, 2e-5)
