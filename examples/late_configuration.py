@@ -6,6 +6,7 @@ shows. Takes about 3 seconds on a two-core machine.
 """
 
 import meshwright as mw
+
 import jax
 import jax.numpy as jnp
 

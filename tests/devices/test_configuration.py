@@ -146,6 +146,19 @@ def test_visible_twice_means_the_same_devices_twice(run_script: Run) -> None:
     assert done.stdout == "/device:CPU:0 /device:CPU:1\n2\n"
 
 
+def test_visible_restricts_devices_that_jax_made_itself(run_script: Run) -> None:
+    done = run_script(
+        "import meshwright as mw\n"
+        "mw.configure(visible=['CPU:1', 'CPU:2'])\n"
+        "import jax, jax.numpy as jnp\n"
+        "kept = jnp.ones(3)\n"
+        "mw.configure(visible=['CPU:1', 'CPU:2'])\n"
+        "print(len(mw.devices()), len(jax.devices()))\n",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+    assert done.stdout == "2 2\n"
+
+
 def test_it_takes_effect_after_the_start_while_nothing_lives(run_script: Run) -> None:
     done = run_script(
         "import jax, jax.numpy as jnp\n"

@@ -96,6 +96,53 @@ def test_the_model_keeps_its_weights_after_a_refusal_and_can_go_on() -> None:
     model.fit(X, Y, verbose=0)
 
 
+def test_a_refused_step_has_not_run() -> None:
+    ran: list[int] = []
+
+    class Net(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            jax.debug.callback(lambda: ran.append(1))
+            return super().train_step(state, data)
+
+    model = Net([keras.Input((256,)), keras.layers.Dense(128)])
+    model.compile(optimizer="sgd", loss="mse")
+    mw.configure(memory_limit="1KiB")
+    with pytest.raises(MemoryLimitError):
+        model.fit(X, Y, verbose=0)
+    jax.effects_barrier()
+    assert not ran
+    mw.configure(memory_limit="1GiB")
+    model.fit(X, Y, batch_size=64, verbose=0)
+    jax.effects_barrier()
+    assert ran == [1]
+
+
+def test_a_later_and_larger_batch_is_checked_too() -> None:
+    mw.configure(memory_limit="8MiB")
+    model = make_model("sgd")
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for _ in range(3):
+            yield X, Y
+        yield np.ones((8192, 256), np.float32), np.ones((8192, 128), np.float32)
+
+    with pytest.raises(MemoryLimitError, match="with a batch of 8192"):
+        model.fit(batches(), steps_per_epoch=4, shuffle=False, verbose=0)
+
+
+def test_batches_on_their_way_to_a_device_are_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    mw.configure(memory_limit="64MiB")
+    model = make_model()
+    monkeypatch.setattr(jax, "device_put", full)
+    with pytest.raises(MemoryLimitError, match="A batch of 64"):
+        model.train_on_batch(X, Y)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_weights_come_back_when_a_batch_finds_no_room_on_its_way(steps: int) -> None:
     mw.configure(memory_limit="64MiB")

@@ -318,6 +318,19 @@ def test_predict_and_evaluate_work_on_two_devices_without_moving_weights() -> No
     assert [where(v) for v in model.weights] == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
 
 
+def test_predict_on_two_devices_computes_each_layer_at_home(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = split_model()
+    mw.set_placement_log(True)
+    model.predict(X, batch_size=8, verbose=0)
+    products = [m for m in caplog.messages if m.startswith("Executing op MatMul")]
+    assert products == [
+        "Executing op MatMul in device /device:CPU:1",
+        "Executing op MatMul in device /device:CPU:2",
+    ]
+
+
 def make_model() -> keras.Model:
     keras.utils.set_random_seed(3)
     return keras.Sequential(

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections import namedtuple
@@ -36,6 +37,10 @@ def test_this_machine_is_ready() -> None:
     assert diagnosis.status in (OK, WARN), str(diagnosis)
     assert json.loads(json.dumps(diagnosis.to_json()))["status"] == diagnosis.status
     assert "2 processes agree on 3" in str(diagnosis)
+    assert "/device:CPU:7" in str(diagnosis), "the devices are listed"
+    written = diagnosis.to_json()["checks"]
+    assert set(written[0]) == {"name", "status", "detail", "fix"}
+    assert written[0]["detail"].startswith("Python 3.")
 
 
 def test_the_block_can_be_pasted_and_ends_in_one_verdict() -> None:
@@ -101,6 +106,20 @@ def test_a_gpu_that_jax_leaves_unused_is_a_warning(
     assert "JAX starts on cpu" in check.detail
     assert "4 GPUs stay unused" in check.detail
     assert (check.fix or "").startswith(fix)
+
+
+def test_looking_at_a_gpu_does_not_take_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, str] = {}
+
+    def run(*_: object, env: dict[str, str], **__: object) -> object:
+        seen.update(env)
+        return subprocess.CompletedProcess([], 0, stdout='["gpu", ["NVIDIA H200"]]')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert "JAX starts on gpu with NVIDIA H200" in doctor.check_runtime().detail
+    assert seen["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
 @pytest.mark.processes

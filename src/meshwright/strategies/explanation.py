@@ -9,7 +9,11 @@ from meshwright.errors import StrategyError
 from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.layout import VariableLayout
 from meshwright.strategies.attach import place
-from meshwright.train.mesh_step import MeshStep, training_state
+from meshwright.train.mesh_step import (
+    MeshStep,
+    as_keras_takes_them,
+    training_state,
+)
 
 import jax
 
@@ -58,7 +62,8 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
         )
     layouts = place(model, strategy)
     step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
-    compiled = step.lower(training_state(model, (x, y)), (x, y)).compile()
+    batch = as_keras_takes_them(x), as_keras_takes_them(y)
+    compiled = step.lower(training_state(model, batch), batch).compile()
     return Explanation(
         strategy=repr(strategy),
         layouts=tuple(layouts.values()),

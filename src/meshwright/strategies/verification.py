@@ -9,7 +9,11 @@ from meshwright.parallel.batch import batch_size as samples_of
 from meshwright.strategies.attach import attached, place
 from meshwright.strategies.names import Single
 from meshwright.strategies.strategy import Strategy
-from meshwright.train.mesh_step import MeshStep, training_state
+from meshwright.train.mesh_step import (
+    MeshStep,
+    as_keras_takes_them,
+    training_state,
+)
 
 import jax
 import numpy as np
@@ -26,7 +30,7 @@ class VariableDifference:
     difference: float
     """Largest absolute difference."""
     relative: float
-    """The same, relative to the largest entry of all variables of its kind."""
+    """The same, relative to the variable's largest entry; see `_difference`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +102,7 @@ def verify(
             "Call model.compile first.",
         )
     install_keras_hooks()
+    x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
     start = [
         [np.asarray(v) for v in group] for group in training_state(model, batches[0])
@@ -152,17 +157,26 @@ def _restore(model: Any, start: Any) -> None:
 def _differences(
     paths: list[str], alone: list[Any], split: list[Any]
 ) -> tuple[VariableDifference, ...]:
-    pairs = [
-        (path, a.astype(np.float64), b.astype(np.float64))
+    floats = [a for a in alone if a.size and a.dtype.kind not in "iu"]
+    largest = max((float(np.abs(a).max()) for a in floats), default=0.0)
+    found = [
+        _difference(path, a, b, floor=1e-3 * largest)
         for path, a, b in zip(paths, alone, split, strict=True)
     ]
-    largest = max((float(np.abs(a).max()) for _, a, _ in pairs if a.size), default=0.0)
-    found = [
-        VariableDifference(
-            path=path,
-            difference=float(np.abs(a - b).max(initial=0.0)),
-            relative=float(np.abs(a - b).max(initial=0.0)) / (largest or 1.0),
-        )
-        for path, a, b in pairs
-    ]
-    return tuple(sorted(found, key=lambda d: -d.difference))
+    return tuple(sorted(found, key=lambda d: -d.relative))
+
+
+def _difference(path: str, a: Any, b: Any, floor: float) -> VariableDifference:
+    """Compares with the variable's own largest entry.
+
+    A variable of tiny entries, such as a bias in front of BatchNorm, consists of
+    rounding only, hence the floor. Seeds and counters must be equal.
+    """
+    wide = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    difference = float(wide.max(initial=0.0))
+    if a.dtype.kind in "iu":
+        relative = np.inf if difference else 0.0
+    else:
+        own = float(np.abs(a).max(initial=0.0))
+        relative = difference / (max(own, floor) or 1.0)
+    return VariableDifference(path=path, difference=difference, relative=relative)

@@ -13,6 +13,7 @@ from meshwright.parallel.batch import BatchSplit, batch_size
 from meshwright.parallel.mesh import replicated
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 TRAIN_STATES = 4
@@ -103,6 +104,17 @@ class MeshStep:
 
         logs = None if predicts else replicated(self._mesh)
         return jax.jit(step, donate_argnums=0, out_shardings=(logs, shardings))
+
+
+def as_keras_takes_them(arrays: Any) -> Any:
+    """Arrays as Keras' `fit` would pass them on: floats in Keras' own precision."""
+    import keras
+
+    def convert(array: Any) -> Any:
+        host = np.asarray(array)
+        return host.astype(keras.config.floatx()) if host.dtype.kind == "f" else host
+
+    return jax.tree.map(convert, arrays)
 
 
 def training_state(model: Any, batch: Any) -> Any:
