@@ -82,9 +82,9 @@ def _show_mesh(say: Callable[[str], None], digits: Digits) -> dict[str, Any]:
     with strategy.scope():
         model = _make_model()
     x, y = digits.x_train, digits.y_train
-    explained = strategy.explain(model, x[:100], y[:100])
     model.fit(x, y, batch_size=100, epochs=5, verbose=0)
     _, accuracy = model.evaluate(digits.x_test, digits.y_test, verbose=0)
+    explained = strategy.explain(model, x[:100], y[:100])
     say(f"   a step has {explained.collectives or 'no collectives'}")
     say(f"   accuracy on 500 test digits: {accuracy:.1%}")
     checked = mw.verify(_make_model(), x, y, strategy, batch_size=100, steps=5)

@@ -89,6 +89,9 @@ class Strategy:
             x: Inputs of one global batch.
             y: Its targets.
 
+        Like `evaluate`, it builds the model's metrics; Keras then draws one
+        permutation less in a `fit` that follows, so shuffled batches are others.
+
         Returns:
             An `Explanation`, which prints well.
         """

@@ -74,7 +74,9 @@ def verify(
 ) -> Verification:
     """Trains a few steps on one device and with a strategy, and compares the weights.
 
-    The model itself is not changed: both trainings start from copies of its state.
+    The model's values are not changed: both trainings start from copies. Like
+    `evaluate`, it builds the model's metrics; Keras then draws one permutation less in
+    a `fit` that follows, so shuffled batches are others.
 
     Arguments:
         model: A compiled model.
