@@ -54,6 +54,17 @@ def test_devices_lists_names_and_models(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("0 devices")
 
 
+def test_devices_names_the_catalog_s_entry_of_a_known_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "fakes"))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert call("devices", "--kind", "GPU") == 0
+    sys.modules.pop("pynvml", None)
+    assert ", catalog: H200\n" in capsys.readouterr().out
+
+
 def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("devices", "--json") == 0
     listed = json.loads(capsys.readouterr().out)

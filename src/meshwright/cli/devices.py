@@ -1,7 +1,12 @@
 """`meshwright devices`."""
 
 from meshwright.cli.output import json_option, print_json
-from meshwright.devices.catalog import Accelerator, load_catalog, user_catalog_file
+from meshwright.devices.catalog import (
+    Accelerator,
+    accelerator_of,
+    load_catalog,
+    user_catalog_file,
+)
 from meshwright.devices.discovery import devices as list_devices
 from meshwright.devices.sizes import format_bytes
 
@@ -24,7 +29,8 @@ def devices(kind: str | None, catalog: bool, as_json: bool) -> None:
         print_json([device.to_json() for device in found])
         return
     for device in found:
-        click.echo(device.describe())
+        known = accelerator_of(device)
+        click.echo(device.describe() + (f", catalog: {known.name}" if known else ""))
     plural = "" if len(found) == 1 else "s"
     click.echo(f"{len(found)} device{plural}; is all well? meshwright doctor")
 

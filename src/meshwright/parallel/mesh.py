@@ -1,9 +1,8 @@
 """The mesh of a Plan: named devices in the shape of its degrees."""
 
 from meshwright.devices.runtime import jax_devices
-from meshwright.parallel.plan import AXES, BATCH_AXES, Plan, Spec
+from meshwright.parallel.plan import AXES, Plan, Spec
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -21,16 +20,6 @@ def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The placement of a batch: its first dim is split over all batch axes."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The placement of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def is_on(mesh: Mesh, array: jax.Array) -> bool:
-    """Whether an array already lives on the devices of a mesh."""
-    return array.sharding.device_set == set(mesh.devices.flat)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +16,16 @@ from meshwright.parallel.layout import add_fsdp, is_arithmetic
 from meshwright.parallel.mesh import make_mesh, sharding
 from meshwright.parallel.plan import Plan
 from meshwright.strategies.attach import attach, attached
+from meshwright.strategies.explanation import Explanation, explain
 
 from jax.sharding import Mesh
 
 DeviceNames = Sequence[str | Device] | None
+
+
+_open_scopes: ContextVar[tuple["Strategy", ...]] = ContextVar(
+    "meshwright_open_scopes", default=()
+)
 
 
 class Strategy:
@@ -63,25 +70,21 @@ class Strategy:
         on the graph is laid out when the model first runs.
         """
         install_keras_hooks()
-        opened = _open_scopes.get(id(self), 0)
-        others = [key for key in _open_scopes if key != id(self)]
-        if others:
+        if any(other is not self for other in _open_scopes.get()):
             raise StrategyError(
                 f"The scope of {self!r} was entered inside the scope of another "
                 "strategy.",
                 "A model is trained by one strategy, so scopes do not mix.",
                 "Leave the other scope first, or use mw.distribute(model, strategy).",
             )
-        _open_scopes[id(self)] = opened + 1
+        token = _open_scopes.set((*_open_scopes.get(), self))
         try:
             with listening(self._notice, self._first_layout):
                 yield self
         finally:
-            _open_scopes[id(self)] -= 1
-            if not _open_scopes[id(self)]:
-                del _open_scopes[id(self)]
+            _open_scopes.reset(token)
 
-    def explain(self, model: Any, x: Any, y: Any) -> Any:
+    def explain(self, model: Any, x: Any, y: Any) -> Explanation:
         """Where every variable goes and why, and what travels in a training step.
 
         Arguments:
@@ -95,8 +98,6 @@ class Strategy:
         Returns:
             An `Explanation`, which prints well.
         """
-        from meshwright.strategies.explanation import explain
-
         return explain(self, model, x, y)
 
     def _notice(self, made: Any) -> None:
@@ -111,9 +112,6 @@ class Strategy:
         if self.plan.fsdp > 1 and is_arithmetic(variable):
             spec, _ = add_fsdp(shape, spec, self.plan.fsdp)
         return sharding(self.mesh, spec)
-
-
-_open_scopes: dict[int, int] = {}
 
 
 def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
