@@ -101,6 +101,37 @@ def transformer() -> keras.Model:
     return keras.Model(inputs, L.Dense(4)(L.GlobalAveragePooling1D()(x)))
 
 
+def joined() -> keras.Model:
+    """A layer used twice, branches that are joined, a spectral norm."""
+    inputs = keras.Input((8,))
+    shared = L.Dense(8)
+    left, right = shared(shared(inputs)), L.Dense(8)(inputs)
+    x = L.Concatenate()([left, right])
+    return keras.Model(inputs, L.Dense(4)(L.SpectralNormalization(L.Dense(8))(x)))
+
+
+class Ordered(keras.layers.Layer):
+    """Returns a dict whose order matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = L.Dense(4), L.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        return {"z": self.first(x), "m": self.second(x)}
+
+
+class FirstOfDict(keras.Model):
+    """Takes the first entry of a layer's dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Ordered()
+
+    def call(self, x: Any) -> Any:
+        return next(iter(self.inner(x).values()))
+
+
 class Subclassed(keras.Model):
     """Shares a layer, adds a loss, and has no graph."""
 
@@ -124,6 +155,8 @@ MODELS: dict[
     "lstm": (lstm, words),
     "transformer": (transformer, words),
     "subclassed": (Subclassed, table),
+    "joined": (joined, table),
+    "dict": (FirstOfDict, table),
 }
 
 
@@ -169,6 +202,17 @@ def test_two_epochs_with_a_tail_equal_one_device(strategy: str, name: str) -> No
     assert_equal_weights(model, reference, 2e-5)
     for key, values in expected.items():
         np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("name", ["joined", "transformer", "lstm"])
+def test_one_step_over_three_axes_equals_one_device(name: str, size: int) -> None:
+    x, y = MODELS[name][1](size)
+    reference = build(name)
+    reference.train_on_batch(x, y)
+    model = mw.distribute(build(name), STRATEGIES["hybrid-2-2-2"]())
+    model.train_on_batch(x, y)
+    assert_equal_weights(model, reference, 1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["mirrored-3", "fsdp-4", "tensor-4-on-8"])

@@ -217,6 +217,27 @@ def test_generators_and_several_steps_per_execution_work_on_the_mesh() -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_layers_can_be_frozen_and_thawed_between_predictions() -> None:
+    model = mw.distribute(make_model(), mw.FSDP(8))
+    expected = model.predict(X, verbose=0)
+    for frozen in (0, 1):
+        model.layers[frozen].trainable = False
+        np.testing.assert_allclose(model.predict(X, verbose=0), expected, atol=1e-6)
+        model.evaluate(X, Y, verbose=0)
+        model.layers[frozen].trainable = True
+
+
+def test_parts_of_a_batch_without_samples_go_to_every_device() -> None:
+    def batches() -> Any:
+        yield X[:8], Y[:1], np.float32(0.5)
+
+    reference, model = make_model(), mw.distribute(make_model(), mw.FSDP(8))
+    for each in (reference, model):
+        each.fit(batches(), steps_per_epoch=1, shuffle=False, verbose=0)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_uncompiled_steps_are_refused() -> None:
     model = make_model(compiled=False)
     model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
@@ -351,6 +372,17 @@ def test_verify_names_the_variable_whose_gradient_is_wrong(
     assert f"{failure.path}" in str(found)
     assert "<- differs" in str(found)
     assert "NOT equal to one device" in str(found)
+
+
+def test_verify_that_fails_half_way_leaves_the_model_alone() -> None:
+    model = make_model()
+    before = model.get_weights()
+    nonsense = mw.TensorParallel(2, rules=[("nope", (None, "tensor"))])
+    with pytest.raises(mw.errors.RuleError):
+        mw.verify(model, X, Y, nonsense, batch_size=8)
+    assert model.weights[0]._layout is None
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 def test_verify_needs_a_compiled_model() -> None:

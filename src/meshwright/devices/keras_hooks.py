@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from meshwright.devices.containers import map_leaves
 from meshwright.devices.runtime import jax_devices
 from meshwright.devices.scope import (
     STEP_MAKER,
@@ -181,22 +182,13 @@ def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:
-    """Brings arrays that are committed to other devices; the rest follows by itself.
+    """Brings arrays that are committed to other devices; the rest follows by itself."""
 
-    Containers stay what they are: layers may depend on the order of a dict.
-    """
-    if isinstance(value, dict):
-        brought = {k: _bring_committed(v, target) for k, v in value.items()}
-        changed = any(brought[key] is not value[key] for key in value)
-        return type(value)(brought) if changed else value
-    if isinstance(value, list | tuple):
-        items = [_bring_committed(item, target) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        is_named = hasattr(value, "_fields")
-        return type(value)(*items) if is_named else type(value)(items)
-    is_committed = _is_concrete(value) and value.committed
-    return _bring(value, target) if is_committed else value
+    def bring(leaf: Any) -> Any:
+        is_committed = _is_concrete(leaf) and leaf.committed
+        return _bring(leaf, target) if is_committed else leaf
+
+    return map_leaves(bring, value)
 
 
 def _is_concrete(value: Any) -> bool:

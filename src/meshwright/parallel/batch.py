@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
+from meshwright.devices.containers import map_leaves
+from meshwright.parallel.mesh import replicated
 from meshwright.parallel.plan import BATCH_AXES
 
 import jax
@@ -20,7 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 def batch_size(data: Any) -> int:
     """The number of samples of a batch, which is a tree of arrays."""
-    return int(jax.tree.leaves(data)[0].shape[0])
+    leaves = [leaf for leaf in jax.tree.leaves(data) if np.ndim(leaf)]
+    return int(leaves[0].shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,15 @@ class BatchSplit:
         return NamedSharding(view, PartitionSpec("pieces", *free))
 
     def put(self, data: Any) -> Any:
-        """Moves a batch from the host onto the mesh."""
-        split = self.sharding()
+        """Moves a batch from the host onto the mesh; what has no samples goes whole."""
+        split, whole = self.sharding(), replicated(self.mesh)
 
         def put(array: Any) -> jax.Array:
             host = np.asarray(array)
-            return jax.make_array_from_callback(host.shape, split, host.__getitem__)
+            where = split if self._has_samples(host) else whole
+            return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
-        return jax.tree.map(put, data)
+        return map_leaves(put, data)
 
     def keep(self, value: Any) -> Any:
         """Inside a program: activations stay split by sample, as the weights are not.
@@ -70,8 +74,11 @@ class BatchSplit:
         """
 
         def keep(array: Any) -> Any:
-            if not getattr(array, "ndim", 0) or array.shape[0] != self.size:
+            if not self._has_samples(array):
                 return array
             return jax.lax.with_sharding_constraint(array, self.sharding(array.ndim))
 
-        return jax.tree.map(keep, value)
+        return map_leaves(keep, value)
+
+    def _has_samples(self, array: Any) -> bool:
+        return bool(getattr(array, "ndim", 0)) and array.shape[0] == self.size

@@ -23,3 +23,9 @@ def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The placement of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def gathered(placement: NamedSharding) -> NamedSharding:
+    """The placement of a weight while it is used: whole over the axis `fsdp`."""
+    spec = [None if axis == "fsdp" else axis for axis in placement.spec]
+    return NamedSharding(placement.mesh, PartitionSpec(*spec))

@@ -3,8 +3,8 @@
 A kernel is split by *columns* (its output features) when its input is whole, and by
 *rows* (its input features) when its input arrives split because the layer before it was
 split by columns: the pair then needs one all-reduce. Between the two may stand only
-layers that treat features one by one. Attention is split by heads. XLA computes the
-same result whatever is chosen here; the choice decides what travels.
+layers that treat features one by one. Attention is split by heads. The
+choice decides what travels, not what is computed.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,6 @@ from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.errors import StrategyError
 from meshwright.parallel.batch import batch_size as samples_of
 from meshwright.strategies.attach import attached, place
-from meshwright.strategies.names import Single
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.mesh_step import (
     MeshStep,
@@ -109,12 +108,14 @@ def verify(
     start = [
         [np.asarray(v) for v in group] for group in training_state(model, batches[0])
     ]
-    alone = _train(model, Single(strategy.devices[0]), start, batches)
-    split = _train(model, strategy, start, batches)
     before = attached(model)
-    _restore(model, start)
-    if before is not None:
-        place(model, before)
+    try:
+        alone = _train_alone(model, start, batches)
+        split = _train(model, strategy, start, batches)
+    finally:
+        _restore(model, start)
+        if before is not None:
+            place(model, before)
     paths = [v.path for v in model.trainable_variables]
     paths += [v.path for v in model.non_trainable_variables]
     return Verification(
@@ -131,6 +132,15 @@ def _batches(x: Any, y: Any, batch_size: int, steps: int) -> list[Any]:
         return jax.tree.map(lambda array: array[start : start + batch_size], (x, y))
 
     return [batch_from(starts[step % len(starts)]) for step in range(steps)]
+
+
+def _train_alone(model: Any, start: Any, batches: list[Any]) -> Any:
+    """The reference: Keras' own step under a plain `jax.jit`, without this engine."""
+    step = jax.jit(model.train_step)
+    state: Any = tuple(start)
+    for batch in batches:
+        _, state = step(state, batch)
+    return [np.asarray(value) for group in state[:2] for value in group]
 
 
 def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:

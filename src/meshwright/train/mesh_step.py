@@ -10,11 +10,14 @@ from meshwright.devices.start import user_line
 from meshwright.devices.step import StepCheck, StepState, variables_of
 from meshwright.errors import BatchWarning, StrategyError
 from meshwright.parallel.batch import BatchSplit, batch_size
-from meshwright.parallel.mesh import replicated
+from meshwright.parallel.mesh import gathered, replicated
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+
+Shardings = tuple[tuple[NamedSharding, ...], ...]
+"""The placements of a step's state, list by list."""
 
 TRAIN_STATES = 4
 """Lists in the state of Keras' training step: weights, others, optimizer, metrics."""
@@ -54,7 +57,7 @@ class MeshStep:
         self._warn_of_idle_devices(split, len(state))
         state = self._lay_out(state)
         batch = split.put(data)
-        program = self._program(split, len(state))
+        program = self._program(split, self._shardings(len(state)))
         self._check.look(program, state, batch, split.size)
         outputs, state = program(state, batch)
         self._newest = state
@@ -63,7 +66,7 @@ class MeshStep:
     def lower(self, state: Any, data: Any) -> Any:
         """The program for a batch like `data`, ready to be compiled and looked at."""
         split = BatchSplit(batch_size(data), self._mesh)
-        program = self._program(split, len(state))
+        program = self._program(split, self._shardings(len(state)))
         return program.lower(self._lay_out(state), split.put(data))
 
     def _warn_of_idle_devices(self, split: BatchSplit, num_lists: int) -> None:
@@ -87,23 +90,31 @@ class MeshStep:
     def _lay_out(self, state: Any) -> Any:
         if state is self._newest:
             return state
-        return jax.tree.map(jax.device_put, state, self._shardings(len(state)))
+        return tuple(
+            [jax.device_put(v, s) for v, s in zip(values, group, strict=True)]
+            for values, group in zip(state, self._shardings(len(state)), strict=True)
+        )
 
-    def _shardings(self, num_lists: int) -> tuple[list[NamedSharding], ...]:
+    def _shardings(self, num_lists: int) -> Shardings:
         whole = replicated(self._mesh)
         variables = variables_of(self._model, [()] * num_lists)
-        return tuple([v._layout or whole for v in group] for group in variables)
+        return tuple(tuple(v._layout or whole for v in group) for group in variables)
 
-    def _make_program(self, split: BatchSplit, num_lists: int) -> Any:
-        shardings = self._shardings(num_lists)
-        predicts = num_lists == PREDICT_STATES
+    def _make_program(self, split: BatchSplit, shardings: Shardings) -> Any:
+        predicts = len(shardings) == PREDICT_STATES
+        in_use = [[gathered(place) for place in group] for group in shardings[:2]]
 
         def step(state: Any, batch: Any) -> Any:
+            # Weights are gathered before use instead of leaving it to the compiler:
+            # XLA was seen to compute wrong gradients with three axes in play.
+            weights = jax.lax.with_sharding_constraint(list(state[:2]), in_use)
             with passing_outputs_through(split.keep):
-                return self._function(state, batch)
+                outputs, state = self._function((*weights, *state[2:]), batch)
+            return outputs, state
 
         logs = None if predicts else replicated(self._mesh)
-        return jax.jit(step, donate_argnums=0, out_shardings=(logs, shardings))
+        out = tuple(list(group) for group in shardings)
+        return jax.jit(step, donate_argnums=0, out_shardings=(logs, out))
 
 
 def as_keras_takes_them(arrays: Any) -> Any:
