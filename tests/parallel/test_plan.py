@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from meshwright.devices.step import batch_size
 from meshwright.errors import PlanError
-from meshwright.parallel.batch import BatchSplit, batch_size
+from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.plan import Plan

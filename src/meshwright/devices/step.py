@@ -21,6 +21,7 @@ from meshwright.devices.settings import current_settings
 from meshwright.errors import MemoryLimitError, PlacementError
 
 import jax
+import numpy as np
 
 # The variables behind the lists in a Keras step's state, by the number of lists.
 _TRAIN = ("trainable_variables", "non_trainable_variables", "optimizer", "metrics")
@@ -137,7 +138,7 @@ class GuardedStep:
         """Runs one step; the first with new shapes is checked and logged before."""
         with self._scope():
             if self._is_compiled:
-                size = _batch_size(data)
+                size = batch_size(data)
                 device = current_device() or default_device()
                 self._check.look(self._step, state, data, size, device)
             logs, state = self._step(state, data)
@@ -189,5 +190,6 @@ def _labels(variables: list[list[Any]], argument: str) -> dict[str, tuple[str, s
     }
 
 
-def _batch_size(data: Any) -> int:
-    return int(jax.tree.leaves(data)[0].shape[0])
+def batch_size(data: Any) -> int:
+    """The number of samples of a batch, which is a tree of arrays and numbers."""
+    return next(len(leaf) for leaf in jax.tree.leaves(data) if np.ndim(leaf))

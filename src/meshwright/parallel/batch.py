@@ -20,12 +20,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
-def batch_size(data: Any) -> int:
-    """The number of samples of a batch, which is a tree of arrays."""
-    leaves = [leaf for leaf in jax.tree.leaves(data) if np.ndim(leaf)]
-    return int(leaves[0].shape[0])
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
     """How batches of one size are split over a mesh.

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import StrategyError
-from meshwright.parallel.batch import batch_size as samples_of
 from meshwright.strategies.attach import attached, place
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.mesh_step import (

@@ -7,9 +7,14 @@ from typing import Any
 
 from meshwright.devices.scope import passing_outputs_through
 from meshwright.devices.start import user_line
-from meshwright.devices.step import StepCheck, StepState, variables_of
+from meshwright.devices.step import (
+    StepCheck,
+    StepState,
+    batch_size,
+    variables_of,
+)
 from meshwright.errors import BatchWarning, StrategyError
-from meshwright.parallel.batch import BatchSplit, batch_size
+from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import gathered, replicated
 
 import jax
