@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from meshwright.errors import PlanError
 
@@ -14,6 +14,17 @@ BATCH_AXES = ("data", "fsdp")
 
 Spec = tuple[str | None, ...]
 """One axis name or None per dim."""
+
+Precision = Literal["float32", "bfloat16", "float16"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
+
+
+class Levers(TypedDict, total=False):
+    """The fields of a Plan that every strategy takes: they trade memory for time."""
+
+    accumulate: int
+    remat: bool
+    precision: Precision | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,26 +44,56 @@ class Plan:
     """Ways single weights are split inside a layer."""
     stages: int = 1
     """Pipeline stages; more than one is not there yet."""
+    accumulate: int = 1
+    """Microbatches that a batch is computed in, one after the other, for one update."""
+    remat: bool = False
+    """Activations inside of blocks are computed again for the gradients, not kept."""
+    precision: Precision | None = None
+    """What layers compute in; None leaves it as the model has it."""
     rules: tuple[tuple[str, Spec], ...] = ()
     """Ordered placement rules: a pattern in a variable's path, and its spec."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "stages"):
-            degree = getattr(self, axis)
-            is_count = isinstance(degree, int) and not isinstance(degree, bool)
-            if not is_count or degree < 1:
-                raise PlanError(
-                    f"A plan received {axis}={degree!r} (a {type(degree).__name__}).",
+            if not _is_count(getattr(self, axis)):
+                self._refuse(
+                    axis,
                     "The degree of an axis is a whole number from 1.",
                     f"Use {axis}=1 to leave that axis out.",
                 )
-
         if self.stages > 1:
             raise PlanError(
                 f"A plan received stages={self.stages}.",
                 "Pipeline stages are not there yet.",
                 "Use stages=1, and fsdp or tensor to fit a large model.",
             )
+        self._check_levers()
+
+    def _check_levers(self) -> None:
+        if not _is_count(self.accumulate):
+            self._refuse(
+                "accumulate",
+                "A batch is computed in a whole number of microbatches from 1.",
+                "Use accumulate=1 to compute it at once.",
+            )
+        if not _is_flag(self.remat):
+            self._refuse(
+                "remat",
+                "Rematerialisation is on or off.",
+                "Use remat=True or remat=False.",
+            )
+        if self.precision not in (None, *PRECISIONS):
+            self._refuse(
+                "precision",
+                f"Layers compute in {', '.join(PRECISIONS)}, or, with None, in what "
+                "the model says.",
+                "Use, for example, precision='bfloat16'.",
+            )
+
+    def _refuse(self, field: str, rule: str, change: str) -> None:
+        value = getattr(self, field)
+        kind = type(value).__name__
+        raise PlanError(f"A plan received {field}={value!r} (a {kind}).", rule, change)
 
     @property
     def num_devices(self) -> int:
@@ -65,11 +106,30 @@ class Plan:
         return self.data * self.fsdp
 
     def describe(self) -> str:
-        """The degrees in words, without those of 1."""
-        parts = [f"{a}={getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
-        return " x ".join(parts) or "one device"
+        """The degrees in words, without those of 1, and what else is special.
+
+        >>> Plan(data=2, tensor=2, accumulate=4, remat=True).describe()
+        'data=2 x tensor=2, accumulate=4, remat'
+        """
+        degrees = [f"{a}={getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
+        parts = [" x ".join(degrees) or "one device"]
+        if self.accumulate > 1:
+            parts.append(f"accumulate={self.accumulate}")
+        if self.remat:
+            parts.append("remat")
+        if self.precision:
+            parts.append(self.precision)
+        return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**values, "rules": [[p, list(spec)] for p, spec in self.rules]}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)

@@ -1,10 +1,14 @@
-"""The strategies by the names of the field; each only yields a Plan."""
+"""The strategies by the names of the field; each only yields a Plan.
+
+All take the levers of a Plan as keywords: `accumulate`, `remat` and `precision`.
+"""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from meshwright.devices.device import Device
 from meshwright.errors import PlanError
-from meshwright.parallel.plan import Plan, Spec
+from meshwright.parallel.plan import Levers, Plan, Spec
 from meshwright.parallel.rules import check_rules
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 
@@ -17,9 +21,11 @@ class Single(Strategy):
     ('/device:CPU:1',)
     """
 
-    def __init__(self, device: str | Device | None = None) -> None:
+    def __init__(
+        self, device: str | Device | None = None, **levers: Unpack[Levers]
+    ) -> None:
         chosen = choose_devices(None if device is None else [device])
-        super().__init__(Plan(), chosen[:1])
+        super().__init__(Plan(**levers), chosen[:1])
 
 
 class Mirrored(Strategy):
@@ -30,9 +36,9 @@ class Mirrored(Strategy):
     Mirrored(data=2)
     """
 
-    def __init__(self, devices: DeviceNames = None) -> None:
+    def __init__(self, devices: DeviceNames = None, **levers: Unpack[Levers]) -> None:
         chosen = choose_devices(devices)
-        super().__init__(Plan(data=len(chosen)), chosen)
+        super().__init__(Plan(data=len(chosen), **levers), chosen)
 
 
 class FSDP(Strategy):
@@ -43,11 +49,16 @@ class FSDP(Strategy):
     FSDP(data=2 x fsdp=4)
     """
 
-    def __init__(self, degree: int | None = None, devices: DeviceNames = None) -> None:
+    def __init__(
+        self,
+        degree: int | None = None,
+        devices: DeviceNames = None,
+        **levers: Unpack[Levers],
+    ) -> None:
         chosen = choose_devices(devices)
         degree = len(chosen) if degree is None else degree
         data = _spare(self, "degree", degree, len(chosen))
-        super().__init__(Plan(data=data, fsdp=degree), chosen)
+        super().__init__(Plan(data=data, fsdp=degree, **levers), chosen)
 
 
 class TensorParallel(Strategy):
@@ -68,11 +79,13 @@ class TensorParallel(Strategy):
         degree: int,
         rules: Sequence[tuple[str, Spec]] | None = None,
         devices: DeviceNames = None,
+        **levers: Unpack[Levers],
     ) -> None:
         chosen = choose_devices(devices)
         data = _spare(self, "degree", degree, len(chosen))
         checked = check_rules(rules or ())
-        super().__init__(Plan(data=data, tensor=degree, rules=checked), chosen)
+        plan = Plan(data=data, tensor=degree, rules=checked, **levers)
+        super().__init__(plan, chosen)
 
 
 class Hybrid(Strategy):
@@ -92,8 +105,10 @@ class Hybrid(Strategy):
         *,
         rules: Sequence[tuple[str, Spec]] = (),
         devices: DeviceNames = None,
+        **levers: Unpack[Levers],
     ) -> None:
         plan = Plan(
+            **levers,
             data=data,
             fsdp=fsdp,
             tensor=tensor,
