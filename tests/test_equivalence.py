@@ -297,3 +297,44 @@ def test_schedules_advance_once_per_step_whatever_the_device_count() -> None:
     train(model, "mlp")
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations) == 4
     assert_equal_weights(model, reference, 2e-5)
+
+
+LEVERS: dict[str, Callable[..., Any]] = {
+    "mirrored-3": lambda **levers: mw.Mirrored(CPUS[:3], **levers),
+    "fsdp-4": lambda **levers: mw.FSDP(devices=CPUS[:4], **levers),
+    "tensor-2": lambda **levers: mw.TensorParallel(2, devices=CPUS[:2], **levers),
+    "hybrid-2-2-2": lambda **levers: mw.Hybrid(data=2, fsdp=2, tensor=2, **levers),
+}
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "dropout", "lstm", "transformer"])
+@pytest.mark.parametrize("strategy", LEVERS)
+def test_rematerialised_training_equals_one_device(strategy: str, name: str) -> None:
+    reference = build(name)
+    train(reference, name)
+    model = mw.distribute(build(name), LEVERS[strategy](remat=True))
+    train(model, name)
+    assert_equal_weights(model, reference, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
+@pytest.mark.parametrize("strategy", LEVERS)
+def test_accumulated_training_equals_one_device(strategy: str, name: str) -> None:
+    """Models whose samples do not meet; see tests/train/test_accumulation.py."""
+    reference = build(name)
+    train(reference, name)
+    model = mw.distribute(build(name), LEVERS[strategy](accumulate=3))
+    train(model, name)
+    assert_equal_weights(model, reference, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["cnn", "dropout"])
+@pytest.mark.parametrize("strategy", LEVERS)
+def test_accumulated_batchnorm_and_dropout_equal_one_device_in_microbatches(
+    strategy: str, name: str
+) -> None:
+    reference = mw.distribute(build(name), mw.Single(accumulate=3))
+    train(reference, name)
+    model = mw.distribute(build(name), LEVERS[strategy](accumulate=3, remat=True))
+    train(model, name)
+    assert_equal_weights(model, reference, 2e-5)

@@ -36,6 +36,40 @@ def test_a_degree_is_a_whole_number_from_one(axis: str, degree: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "rule", "change"),
+    [
+        (
+            "accumulate",
+            0,
+            "A batch is computed in a whole number of microbatches from 1.",
+            "Use accumulate=1 to compute it at once.",
+        ),
+        (
+            "remat",
+            "yes",
+            "Rematerialisation is on or off.",
+            "Use remat=True or remat=False.",
+        ),
+        (
+            "precision",
+            "int4",
+            "Layers compute in float32, bfloat16, float16, or, with None, in what the "
+            "model says.",
+            "Use, for example, precision='bfloat16'.",
+        ),
+    ],
+)
+def test_levers_out_of_their_range_are_refused(
+    field: str, value: Any, rule: str, change: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{field: value})
+    kind = type(value).__name__
+    received = f"A plan received {field}={value!r} (a {kind})."
+    assert str(caught.value).split("\n") == [received, rule, change]
+
+
 def test_stages_are_refused_until_they_are_there() -> None:
     with pytest.raises(PlanError) as caught:
         Plan(stages=4)
@@ -78,7 +112,7 @@ def test_absent_parts_of_a_batch_stay_absent() -> None:
 
 def test_only_what_has_the_size_of_the_batch_is_kept_split() -> None:
     split = BatchSplit(8, make_mesh(Plan(data=8), NAMES))
-    sample, other = jax.jit(split.keep)((np.ones((8, 2)), np.ones((3, 2))))
+    sample, other = map(jax.jit(split.keep), (np.ones((8, 2)), np.ones((3, 2))))
     assert sample.sharding.shard_shape((8, 2)) == (1, 2)
     assert other.sharding.shard_shape((3, 2)) == (3, 2)
 

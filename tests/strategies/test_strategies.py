@@ -258,8 +258,8 @@ def test_a_batch_that_leaves_devices_idle_is_said_once() -> None:
     assert len(caught) == 1
     assert str(caught[0].message) == (
         "A global batch of 12 is split into 4 equal pieces, although the mesh could "
-        "compute 8 at a time. The result is exact; a batch of 8 or 16 would use every "
-        "device."
+        "compute 8 at a time. The result is exact; a global batch of 8 or 16 would use "
+        "every device."
     )
     assert caught[0].filename == __file__
 

@@ -13,6 +13,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Variable._direct_assign` | takes new values to the variable's device |
 | `Operation.__init__` | remembers the scope the layer or operation was made in |
 | `Operation.__call__`, `Layer.__call__` | computes on that device, or split by sample |
+| `Layer.stateless_call` | a model's forward pass in blocks or microbatches |
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
@@ -33,8 +34,9 @@ from meshwright.devices.scope import (
     enter,
     home_of,
     layout_choosers,
-    pass_output,
+    output_function,
     remember_home,
+    run_forward_pass,
 )
 from meshwright.devices.step import (
     GuardedStep,
@@ -67,6 +69,7 @@ def install_keras_hooks() -> None:
     _extend(Operation, "__init__", _remembering_init)
     _extend(Operation, "__call__", _call_at_home)
     _extend(Layer, "__call__", _call_layer)
+    _extend(Layer, "stateless_call", run_forward_pass)
     _extend(BaseOptimizer, "add_variable_from_reference", _add_slot_at_home)
     _extend(Layer, "add_weight", _call_at_home)
     _extend(Layer, "_open_name_scope", _name_scope_at_home)
@@ -129,7 +132,11 @@ def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return pass_output(_call_at_home(original, self, *args, **kwargs))
+    output = _call_at_home(original, self, *args, **kwargs)
+    function = output_function()
+    if function is None:
+        return output
+    return map_leaves(lambda t: with_mask(function(t), mask_of(t)), output)
 
 
 @contextmanager
@@ -209,10 +216,23 @@ def _bring(value: Any, target: jax.Device) -> Any:
     with jax.default_device(target):
         # A committed array can only be freed of its device by way of the host.
         brought = _compiled_copy(np.asarray(value) if value.committed else value)
-    mask = getattr(value, "_keras_mask", None)
+    return with_mask(brought, _bring(mask_of(value), target))
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras keeps for a tensor, or None."""
+    from keras.src.backend import get_keras_mask
+
+    return get_keras_mask(tensor)
+
+
+def with_mask(tensor: Any, mask: Any) -> Any:
+    """A tensor for which Keras keeps a mask, if it is one."""
+    from keras.src.backend import set_keras_mask
+
     if mask is not None:
-        brought._keras_mask = _bring(mask, target)
-    return brought
+        set_keras_mask(tensor, mask)
+    return tensor
 
 
 def _copy(value: Any) -> Any:

@@ -50,7 +50,7 @@ _outputs: ContextVar[Callable[[Any], Any] | None] = ContextVar(
 
 @contextlib.contextmanager
 def passing_outputs_through(function: Callable[[Any], Any]) -> Iterator[None]:
-    """Passes the output of every layer through a function, while a step is traced."""
+    """Passes tensors that layers put out through a function, while a step is traced."""
     token = _outputs.set(function)
     try:
         yield
@@ -58,10 +58,41 @@ def passing_outputs_through(function: Callable[[Any], Any]) -> Iterator[None]:
         _outputs.reset(token)
 
 
-def pass_output(output: Any) -> Any:
-    """What a layer's output becomes here."""
-    function = _outputs.get()
-    return output if function is None else function(output)
+def output_function() -> Callable[[Any], Any] | None:
+    """What outputs of layers are passed through here."""
+    return _outputs.get()
+
+
+ForwardPass = Callable[..., Any]
+"""Called with a model's own stateless call and its arguments, in its place."""
+
+_forward_passes: ContextVar[tuple[tuple[Any, ForwardPass], ...]] = ContextVar(
+    "meshwright_forward_passes", default=()
+)
+
+
+@contextlib.contextmanager
+def replacing_forward_pass(model: Any, forward: ForwardPass) -> Iterator[None]:
+    """Runs a model's stateless calls through `forward`, while a step is traced."""
+    token = _forward_passes.set((*_forward_passes.get(), (model, forward)))
+    try:
+        yield
+    finally:
+        _forward_passes.reset(token)
+
+
+def run_forward_pass(
+    call: Callable[..., Any], model: Any, *args: Any, **kw: Any
+) -> Any:
+    """A stateless call of a model, or what replaces it here, innermost first."""
+    passes = _forward_passes.get()
+    if not passes or passes[-1][0] is not model:
+        return call(model, *args, **kw)
+    token = _forward_passes.set(passes[:-1])
+    try:
+        return passes[-1][1](call, model, *args, **kw)
+    finally:
+        _forward_passes.reset(token)
 
 
 def creation_listeners() -> tuple[Listener, ...]:

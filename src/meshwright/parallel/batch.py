@@ -49,30 +49,34 @@ class BatchSplit:
         free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
         return NamedSharding(view, PartitionSpec("pieces", *free))
 
-    def put(self, data: Any) -> Any:
-        """Moves a batch from the host onto the mesh; what has no samples goes whole."""
+    def put(self, data: Any, is_stacked: bool = False) -> Any:
+        """Moves a batch from the host onto the mesh; what has no samples goes whole.
+
+        Arguments:
+            data: The batch.
+            is_stacked: Whether it is several batches of this size, along a first dim.
+        """
         split, whole = self.sharding(), replicated(self.mesh)
+        if is_stacked:
+            split = NamedSharding(split.mesh, PartitionSpec(None, *split.spec))
 
         def put(array: Any) -> jax.Array:
             host = np.asarray(array)
-            where = split if self._has_samples(host) else whole
+            sample = host[0] if is_stacked else host
+            where = split if self._has_samples(sample) else whole
             return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
         return map_leaves(put, data)
 
-    def keep(self, value: Any) -> Any:
+    def keep(self, array: Any) -> Any:
         """Inside a program: activations stay split by sample, as the weights are not.
 
         Without this the compiler may follow the split of a weight instead and move
         activations, which are larger.
         """
-
-        def keep(array: Any) -> Any:
-            if not self._has_samples(array):
-                return array
-            return jax.lax.with_sharding_constraint(array, self.sharding(array.ndim))
-
-        return map_leaves(keep, value)
+        if not self._has_samples(array):
+            return array
+        return jax.lax.with_sharding_constraint(array, self.sharding(array.ndim))
 
     def _has_samples(self, array: Any) -> bool:
         return bool(getattr(array, "ndim", 0)) and array.shape[0] == self.size

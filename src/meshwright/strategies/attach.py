@@ -20,7 +20,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
 
     def make_step(model: Any, step: Any) -> MeshStep:
         place(model, strategy)
-        return MeshStep(model, step, strategy.mesh)
+        return MeshStep(model, step, strategy.plan, strategy.mesh)
 
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, STEP_MAKER, make_step)

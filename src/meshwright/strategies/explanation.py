@@ -8,7 +8,10 @@ from meshwright.devices.sizes import format_bytes
 from meshwright.errors import StrategyError
 from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.layout import VariableLayout
+from meshwright.parallel.microbatch import cut_batch
+from meshwright.parallel.plan import Plan
 from meshwright.strategies.attach import place
+from meshwright.train.accumulation import why_not_a_mean
 from meshwright.train.mesh_step import (
     MeshStep,
     as_keras_takes_them,
@@ -29,6 +32,8 @@ class Explanation:
     layouts: tuple[VariableLayout, ...]
     collectives: dict[str, int]
     """Collectives of one compiled training step by kind."""
+    notes: tuple[str, ...] = ()
+    """What else the plan does to a training step, and why."""
 
     @property
     def whole(self) -> tuple[VariableLayout, ...]:
@@ -49,7 +54,7 @@ class Explanation:
             f"device (about {format_bytes(kept)}); a training step has "
             f"{travels or 'no collectives'}"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
@@ -61,14 +66,37 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
             "Build the model (give it an Input) and call compile first.",
         )
     layouts = place(model, strategy)
-    step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
+    train_step = jax.jit(model.train_step)
+    step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
     batch = as_keras_takes_them(x), as_keras_takes_them(y)
-    compiled = step.lower(training_state(model, batch), batch).compile()
+    state = training_state(model, batch)
+    compiled = step.lower(state, batch).compile()
     return Explanation(
         strategy=repr(strategy),
         layouts=tuple(layouts.values()),
         collectives=count_collectives(compiled.as_text()),
+        notes=_notes(strategy.plan, model, state, batch),
     )
+
+
+def _notes(plan: Plan, model: Any, state: Any, batch: Any) -> tuple[str, ...]:
+    notes = []
+    if plan.accumulate > 1:
+        cut = cut_batch(batch, plan.accumulate)
+        reason = why_not_a_mean(model, state, cut)
+        how = "each adds the gradients of its own loss, which is a mean over samples"
+        if reason is not None:
+            how = (
+                "every forward pass runs twice, first for the loss of the whole "
+                f"batch, because {reason}"
+            )
+        notes.append(f"accumulate={plan.accumulate}: microbatches, and {how}")
+    if plan.remat:
+        notes.append(
+            "remat: activations inside of blocks are computed again for the gradients, "
+            "because only what passes between blocks is kept"
+        )
+    return tuple(notes)
 
 
 def _spec(layout: VariableLayout) -> str:

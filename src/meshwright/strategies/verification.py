@@ -1,13 +1,18 @@
 """`meshwright.verify`: does a strategy give what one device gives, on this model?"""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import StrategyError
+from meshwright.parallel.microbatch import cut_batch
+from meshwright.parallel.plan import Plan
 from meshwright.strategies.attach import attached, place
 from meshwright.strategies.strategy import Strategy
+from meshwright.train.accumulation import accumulated_step
 from meshwright.train.mesh_step import (
     MeshStep,
     as_keras_takes_them,
@@ -110,7 +115,7 @@ def verify(
     ]
     before = attached(model)
     try:
-        alone = _train_alone(model, start, batches)
+        alone = _train_alone(model, strategy.plan, start, batches)
         split = _train(model, strategy, start, batches)
     finally:
         _restore(model, start)
@@ -134,9 +139,17 @@ def _batches(x: Any, y: Any, batch_size: int, steps: int) -> list[Any]:
     return [batch_from(starts[step % len(starts)]) for step in range(steps)]
 
 
-def _train_alone(model: Any, start: Any, batches: list[Any]) -> Any:
-    """The reference: Keras' own step under a plain `jax.jit`, without this engine."""
+def _train_alone(model: Any, plan: Plan, start: Any, batches: list[Any]) -> Any:
+    """The reference: Keras' own step under a plain `jax.jit`, without this engine.
+
+    Microbatches are a matter of mathematics (BatchNorm sees them), so the reference
+    has them too.
+    """
     step = jax.jit(model.train_step)
+    if plan.accumulate > 1:
+        alone = partial(accumulated_step, model, around=lambda _: nullcontext())
+        step = jax.jit(alone)
+        batches = [cut_batch(batch, plan.accumulate) for batch in batches]
     state: Any = tuple(start)
     for batch in batches:
         _, state = step(state, batch)
@@ -145,7 +158,8 @@ def _train_alone(model: Any, start: Any, batches: list[Any]) -> Any:
 
 def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:
     place(model, strategy)
-    step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
+    train_step = jax.jit(model.train_step)
+    step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
     state: Any = tuple(start)
     for batch in batches:
         _, state = step(state, batch)

@@ -2,10 +2,11 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from meshwright.devices.scope import passing_outputs_through
+from meshwright.devices.scope import passing_outputs_through, replacing_forward_pass
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -14,8 +15,12 @@ from meshwright.devices.step import (
     variables_of,
 )
 from meshwright.errors import BatchWarning, StrategyError
+from meshwright.models.forward import in_blocks
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import gathered, replicated
+from meshwright.parallel.microbatch import Microbatches
+from meshwright.parallel.plan import Plan
+from meshwright.train.accumulation import accumulated_step
 
 import jax
 import numpy as np
@@ -38,7 +43,7 @@ class MeshStep:
     the mesh once per batch size, with the state laid out as the model's variables are.
     """
 
-    def __init__(self, model: Any, step: Any, mesh: Mesh) -> None:
+    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh) -> None:
         if not hasattr(step, "lower"):
             raise StrategyError(
                 f"{model.name!r} was compiled with run_eagerly=True or "
@@ -48,6 +53,7 @@ class MeshStep:
             )
         self._model = model
         self._function: Callable[[Any, Any], Any] = step.__wrapped__
+        self._plan = plan
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
         self._state = StepState(model)
@@ -58,35 +64,48 @@ class MeshStep:
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
-        split = BatchSplit(batch_size(data), self._mesh)
-        self._warn_of_idle_devices(split, len(state))
+        cut = self._cut(batch_size(data), len(state))
+        self._warn_of_idle_devices(cut, len(state))
         state = self._lay_out(state)
-        batch = split.put(data)
-        program = self._program(split, self._shardings(len(state)))
-        self._check.look(program, state, batch, split.size)
+        batch = self._put(data, cut)
+        program = self._program(cut, self._shardings(len(state)))
+        self._check.look(program, state, batch, cut.size)
         outputs, state = program(state, batch)
         self._newest = state
         return outputs, self._state.keep(state)
 
     def lower(self, state: Any, data: Any) -> Any:
         """The program for a batch like `data`, ready to be compiled and looked at."""
-        split = BatchSplit(batch_size(data), self._mesh)
-        program = self._program(split, self._shardings(len(state)))
-        return program.lower(self._lay_out(state), split.put(data))
+        cut = self._cut(batch_size(data), len(state))
+        program = self._program(cut, self._shardings(len(state)))
+        return program.lower(self._lay_out(state), self._put(data, cut))
 
-    def _warn_of_idle_devices(self, split: BatchSplit, num_lists: int) -> None:
+    def _cut(self, size: int, num_lists: int) -> Microbatches:
+        trains = num_lists == TRAIN_STATES
+        return Microbatches(size, self._plan.accumulate if trains else 1)
+
+    def _put(self, data: Any, cut: Microbatches) -> Any:
+        if cut.wanted == 1:
+            return BatchSplit(cut.size, self._mesh).put(data)
+        equal, last = cut.cut(data)
+        first = BatchSplit(cut.each, self._mesh).put(equal, is_stacked=True)
+        return first, last and BatchSplit(cut.last, self._mesh).put(last)
+
+    def _warn_of_idle_devices(self, cut: Microbatches, num_lists: int) -> None:
         """Says once that training batches do not divide; a tail is no reason to."""
         is_first, self._has_run = not self._has_run, True
+        split = BatchSplit(cut.each, self._mesh)
         is_uneven = split.size > split.num_replicas > split.pieces
         if is_first and is_uneven and num_lists == TRAIN_STATES:
-            wanted = split.num_replicas
-            below = split.size // wanted * wanted
+            wanted = split.num_replicas * cut.wanted
+            below = max(cut.size // wanted, 1) * wanted
+            what = "global batch" if cut.wanted == 1 else "microbatch"
             file, line = user_line() or ("<unknown>", 1)
             warnings.warn_explicit(
-                f"A global batch of {split.size} is split into {split.pieces} equal "
-                f"pieces, although the mesh could compute {wanted} at a time. The "
-                f"result is exact; a batch of {below} or {below + wanted} would use "
-                "every device.",
+                f"A {what} of {split.size} is split into {split.pieces} equal "
+                f"pieces, although the mesh could compute {split.num_replicas} at a "
+                f"time. The result is exact; a global batch of {below} or "
+                f"{below + wanted} would use every device.",
                 BatchWarning,
                 file,
                 line,
@@ -105,21 +124,37 @@ class MeshStep:
         variables = variables_of(self._model, [()] * num_lists)
         return tuple(tuple(v._layout or whole for v in group) for group in variables)
 
-    def _make_program(self, split: BatchSplit, shardings: Shardings) -> Any:
+    def _make_program(self, cut: Microbatches, shardings: Shardings) -> Any:
         predicts = len(shardings) == PREDICT_STATES
         in_use = [[gathered(place) for place in group] for group in shardings[:2]]
 
-        def step(state: Any, batch: Any) -> Any:
+        def gather(weights: Any) -> Any:
             # Weights are gathered before use instead of leaving it to the compiler:
             # XLA was seen to compute wrong gradients with three axes in play.
-            weights = jax.lax.with_sharding_constraint(list(state[:2]), in_use)
-            with passing_outputs_through(split.keep):
-                outputs, state = self._function((*weights, *state[2:]), batch)
-            return outputs, state
+            return jax.lax.with_sharding_constraint(weights, in_use)
+
+        def step(state: Any, batch: Any) -> Any:
+            remat = self._plan.remat and len(shardings) == TRAIN_STATES
+            weights = list(state[:2]) if remat else gather(list(state[:2]))
+            with self._in_blocks(gather) if remat else nullcontext():
+                return self._run(cut, (*weights, *state[2:]), batch)
 
         logs = None if predicts else replicated(self._mesh)
         out = tuple(list(group) for group in shardings)
         return jax.jit(step, donate_argnums=0, out_shardings=(logs, out))
+
+    def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        return replacing_forward_pass(self._model, in_blocks(gather))
+
+    def _run(self, cut: Microbatches, state: Any, batch: Any) -> Any:
+        if cut.wanted > 1:
+            return accumulated_step(self._model, state, batch, self._keeping)
+        with self._keeping(cut.size):
+            return self._function(state, batch)
+
+    def _keeping(self, size: int) -> AbstractContextManager[None]:
+        """Keeps what layers put out split by sample."""
+        return passing_outputs_through(BatchSplit(size, self._mesh).keep)
 
 
 def as_keras_takes_them(arrays: Any) -> Any:
