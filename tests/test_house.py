@@ -88,7 +88,7 @@ def test_private_parts_of_jax_and_keras_are_imported_in_few_places() -> None:
         files = [f for f in source_files() if package in f.read_text()]
         return {f.name for f in files}
 
-    assert importers("jax._src") == {"start.py", "eager_trace.py"}
+    assert importers("jax._src") == {"start.py", "eager_trace.py", "store.py"}
     assert importers("keras.src") == {"keras_hooks.py"}
 
 

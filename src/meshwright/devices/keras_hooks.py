@@ -11,6 +11,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Variable._initialize_layout` | is laid out as the strategy of its scope wants |
 | `Variable._deferred_initialize` | makes the first value on the variable's device |
 | `Variable._direct_assign` | takes new values to the variable's device |
+| `Variable.__array__` | is whole, also if it is split among processes |
 | `Operation.__init__` | remembers the scope the layer or operation was made in |
 | `Operation.__call__`, `Layer.__call__` | computes on that device, or split by sample |
 | `Layer.stateless_call` | a model's forward pass in blocks or microbatches |
@@ -27,7 +28,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
-from meshwright.devices.runtime import jax_devices
+from meshwright.devices.runtime import jax_devices, to_host
 from meshwright.devices.scope import (
     STEP_MAKER,
     creation_listeners,
@@ -66,6 +67,7 @@ def install_keras_hooks() -> None:
     _extend(Variable, "_initialize_layout", _lay_out_in_scope)
     _extend(Variable, "_deferred_initialize", _call_at_home)
     _extend(Variable, "_direct_assign", _assign_at_home)
+    _extend(Variable, "__array__", _whole_array)
     _extend(Operation, "__init__", _remembering_init)
     _extend(Operation, "__call__", _call_at_home)
     _extend(Layer, "__call__", _call_layer)
@@ -118,6 +120,13 @@ def _assign_at_home(original: Any, self: Any, value: Any) -> None:
         if not others and _is_concrete(value) and value.devices() != {device}:
             value = _bring(value, device)
     original(self, value)
+
+
+def _whole_array(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    value = self.value
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return to_host(value)
+    return original(self, *args, **kwargs)
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

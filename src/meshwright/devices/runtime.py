@@ -8,6 +8,7 @@ stand-in GPUs first, so that the default device is `GPU:0`, as in TensorFlow.
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from meshwright.devices.device import Device
 from meshwright.devices.discovery import devices, list_devices
@@ -16,6 +17,7 @@ from meshwright.devices.settings import Settings, current_settings
 from meshwright.devices.start import num_starts
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 
@@ -27,6 +29,39 @@ def jax_devices() -> dict[str, jax.Device]:
 def usable_devices() -> list[Device]:
     """Starts the runtime; the listed devices that JAX can use."""
     return [device for device, _ in _table().values()]
+
+
+def jax_devices_of_all() -> dict[str, jax.Device]:
+    """Starts the runtime; the usable devices of all processes by name.
+
+    In a run of several processes names tell the process too, as in
+    `/process:1/device:GPU:0`. Processes are taken to have like devices.
+    """
+    own = jax_devices()
+    if jax.process_count() == 1:
+        return own
+    found: dict[str, jax.Device] = {}
+    for process in range(jax.process_count()):
+        theirs = jax.local_devices(process)
+        found |= {
+            f"/process:{process}{name}": theirs[_position(device)]
+            for name, device in own.items()
+            if device.platform == theirs[0].platform and _position(device) < len(theirs)
+        }
+    return found
+
+
+def to_host(array: jax.Array) -> "np.ndarray[Any, Any]":
+    """The whole of an array; all processes must ask, if it is split among them."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _position(device: jax.Device) -> int:
+    return jax.local_devices(backend=device.platform).index(device)
 
 
 def why_unusable(kind: str) -> str:
@@ -45,10 +80,11 @@ def why_unusable(kind: str) -> str:
 
 def name_of(device: jax.Device) -> str:
     """Meshwright's name of one of JAX's devices."""
-    for name, jax_device in jax_devices().items():
-        if jax_device == device:
-            return name
-    # Devices of other processes, and any that appeared behind our back.
+    for devices_by_name in (jax_devices, jax_devices_of_all):
+        for name, jax_device in devices_by_name().items():
+            if jax_device == device:
+                return name
+    # One that appeared behind our back.
     return f"/device:{device.platform.upper()}:{device.id}"
 
 

@@ -1,6 +1,6 @@
 """The mesh of a Plan: named devices in the shape of its degrees."""
 
-from meshwright.devices.runtime import jax_devices
+from meshwright.devices.runtime import jax_devices_of_all
 from meshwright.parallel.plan import AXES, Plan, Spec
 
 import numpy as np
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 def make_mesh(plan: Plan, names: tuple[str, ...]) -> Mesh:
     """Arranges devices, which must exist, as the plan wants them."""
-    available = jax_devices()
+    available = jax_devices_of_all()
     shape = tuple(getattr(plan, axis) for axis in AXES)
     grid = np.array([available[name] for name in names], dtype=object).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -8,6 +8,10 @@ from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_var
 from meshwright.parallel.mesh import replicated, sharding
 from meshwright.train.mesh_step import MeshStep
 
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
 if TYPE_CHECKING:
     from meshwright.strategies.strategy import Strategy
 
@@ -49,10 +53,18 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     return layouts
 
 
-def _move(variable: Any, target: Any) -> None:
+def _move(variable: Any, target: NamedSharding) -> None:
     variable._layout = target
-    if variable._value is not None:
-        variable._direct_assign(variable._value)
+    value = variable._value
+    if value is None:
+        return
+    if not target.is_fully_addressable and value.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        # Every process made its own; the first one's counts.
+        value = multihost_utils.broadcast_one_to_all(np.asarray(value))
+        value = jax.make_array_from_callback(value.shape, target, value.__getitem__)
+    variable._direct_assign(value)
 
 
 def _reference_of(slot: Any, model: Any) -> Any:

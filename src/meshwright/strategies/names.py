@@ -6,8 +6,9 @@ All take the levers of a Plan as keywords: `accumulate`, `remat` and `precision`
 from collections.abc import Sequence
 from typing import Unpack
 
+from meshwright.cluster.identity import process_count
 from meshwright.devices.device import Device
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, StrategyError
 from meshwright.parallel.plan import Levers, Plan, Spec
 from meshwright.parallel.rules import check_rules
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
@@ -25,6 +26,12 @@ class Single(Strategy):
         self, device: str | Device | None = None, **levers: Unpack[Levers]
     ) -> None:
         chosen = choose_devices(None if device is None else [device])
+        if process_count() > 1:
+            raise StrategyError(
+                f"Single was made in a run of {process_count()} processes.",
+                "One device belongs to one process, so the others would have none.",
+                "Use Mirrored, or start one process.",
+            )
         super().__init__(Plan(**levers), chosen[:1])
 
 

@@ -6,10 +6,12 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
+from meshwright.cluster.identity import process_count
+from meshwright.cluster.randomness import share_random_state
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.names import parse_device_name
-from meshwright.devices.runtime import usable_devices
+from meshwright.devices.runtime import jax_devices_of_all, usable_devices
 from meshwright.devices.scope import listening
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
 from meshwright.parallel.layout import add_fsdp, is_arithmetic
@@ -77,6 +79,7 @@ class Strategy:
                 "A model is trained by one strategy, so scopes do not mix.",
                 "Leave the other scope first, or use mw.distribute(model, strategy).",
             )
+        share_random_state()
         token = _open_scopes.set((*_open_scopes.get(), self))
         try:
             with listening(self._notice, self._first_layout):
@@ -117,12 +120,13 @@ class Strategy:
 def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
     """The names of the devices of a strategy: those given, or all of the best kind.
 
-    Strategies never fall back to other devices: a missing one is an error.
+    Strategies never fall back to other devices: a missing one is an error. In a run of
+    several processes, these devices of every process.
     """
     usable = [device.name for device in usable_devices()]
     if devices is None:
         gpus = [d.name for d in usable_devices() if d.kind != "CPU"]
-        return tuple(gpus or usable)
+        return _of_every_process(tuple(gpus or usable))
     if isinstance(devices, str) or not len(devices):
         raise PlanError(
             f"devices received {devices!r}.",
@@ -136,7 +140,24 @@ def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
             "Each device of a mesh is used once.",
             f"Name each once, out of: {', '.join(usable)}.",
         )
-    return names
+    return _of_every_process(names)
+
+
+def _of_every_process(names: tuple[str, ...]) -> tuple[str, ...]:
+    if process_count() == 1:
+        return names
+    wanted = [f"/process:{p}{name}" for p in range(process_count()) for name in names]
+    existing = jax_devices_of_all()
+    missing = [name for name in wanted if name not in existing]
+    if missing:
+        raise UnknownDeviceError(
+            f"{', '.join(missing)} unknown device.",
+            "In a run of several processes a strategy uses devices of the same names "
+            "in every process.",
+            "Give every process as many devices, or name those that all have out of "
+            f"{', '.join(existing)}.",
+        )
+    return tuple(wanted)
 
 
 def _full_name(device: str | Device, usable: list[str]) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.runtime import to_host
 from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import StrategyError
 from meshwright.parallel.microbatch import cut_batch
@@ -110,9 +111,7 @@ def verify(
     install_keras_hooks()
     x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
-    start = [
-        [np.asarray(v) for v in group] for group in training_state(model, batches[0])
-    ]
+    start = [[to_host(v) for v in group] for group in training_state(model, batches[0])]
     before = attached(model)
     try:
         alone = _train_alone(model, strategy.plan, start, batches)
@@ -153,7 +152,7 @@ def _train_alone(model: Any, plan: Plan, start: Any, batches: list[Any]) -> Any:
     state: Any = tuple(start)
     for batch in batches:
         _, state = step(state, batch)
-    return [np.asarray(value) for group in state[:2] for value in group]
+    return [to_host(value) for group in state[:2] for value in group]
 
 
 def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:
@@ -163,7 +162,7 @@ def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> An
     state: Any = tuple(start)
     for batch in batches:
         _, state = step(state, batch)
-    return [np.asarray(value) for group in state[:2] for value in group]
+    return [to_host(value) for group in state[:2] for value in group]
 
 
 def _restore(model: Any, start: Any) -> None:

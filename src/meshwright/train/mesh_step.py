@@ -139,7 +139,9 @@ class MeshStep:
             with self._in_blocks(gather) if remat else nullcontext():
                 return self._run(cut, (*weights, *state[2:]), batch)
 
-        logs = None if predicts else replicated(self._mesh)
+        # Every process reads the outputs, so they are whole if there are several.
+        is_alone = not self._mesh.is_multi_process
+        logs = None if predicts and is_alone else replicated(self._mesh)
         out = tuple(list(group) for group in shardings)
         return jax.jit(step, donate_argnums=0, out_shardings=(logs, out))
 

@@ -1,0 +1,53 @@
+"""Words between the processes of a run, without a device.
+
+JAX' coordination service keeps keys and values for a run of several processes; its
+client has no public name yet, hence the private import, which only this file has.
+"""
+
+from collections import Counter
+
+from meshwright.cluster.identity import process_count, process_index
+
+from jax._src.distributed import global_state
+
+PATIENCE_SECONDS = 600
+"""How long others are waited for; whoever is slower than that is called missing."""
+
+_turns: Counter[str] = Counter()
+
+
+def say_to_all(topic: str, word: str) -> list[str]:
+    """Says a word, waits for those of all processes, and returns them by process.
+
+    All processes say as many words on a topic, in the same order. Raises
+    `TimeoutError`, naming the process that was not heard of.
+    """
+    turn = f"meshwright/{topic}/{_turns[topic]}"
+    _turns[topic] += 1
+    if process_count() == 1:
+        return [word]
+    client = global_state.client
+    client.key_value_set(f"{turn}/{process_index()}", word)
+    words = [_hear(f"{turn}/{process}", process) for process in range(process_count())]
+    if _turns[topic] > 1:
+        # Everybody has read the turn before this one, or nobody would be here.
+        before = f"meshwright/{topic}/{_turns[topic] - 2}"
+        client.key_value_delete(f"{before}/{process_index()}")
+    return words
+
+
+def word_of_first(topic: str, word: str) -> str:
+    """The first process's word; those of the others are not looked at."""
+    return say_to_all(topic, word if process_index() == 0 else "")[0]
+
+
+def _hear(key: str, process: int) -> str:
+    import jax
+
+    try:
+        timeout = PATIENCE_SECONDS * 1000
+        return str(global_state.client.blocking_key_value_get(key, timeout))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"process {process} said nothing for {PATIENCE_SECONDS} s ({key})"
+        ) from error

@@ -1,0 +1,158 @@
+"""One of two processes that train together; prints what came of each case as JSON.
+
+`python worker.py ADDRESS INDEX`; started by test_two_processes.py.
+"""
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import meshwright as mw
+from meshwright.errors import StrategyError
+
+import jax
+import keras
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+
+
+def battery() -> Any:
+    """The models of tests/test_equivalence.py."""
+    path = TESTS / "test_equivalence.py"
+    spec = importlib.util.spec_from_file_location("battery", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ROWS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "mirrored-mlp": ("mlp", lambda: mw.Mirrored()),
+    "mirrored-cnn": ("cnn", lambda: mw.Mirrored()),
+    "mirrored-dropout": ("dropout", lambda: mw.Mirrored()),
+    "one-device-each-lstm": ("lstm", lambda: mw.Mirrored(["CPU:0"])),
+    "fsdp-4-cnn": ("cnn", lambda: mw.FSDP()),
+    "fsdp-2-transformer": ("transformer", lambda: mw.FSDP(2)),
+    "tensor-2-transformer": ("transformer", lambda: mw.TensorParallel(2)),
+    "tensor-4-mlp": ("mlp", lambda: mw.TensorParallel(4)),
+    "hybrid-mlp": ("mlp", lambda: mw.Hybrid(fsdp=2, tensor=2)),
+    "accumulate-mlp": ("mlp", lambda: mw.FSDP(accumulate=3)),
+    "remat-cnn": ("cnn", lambda: mw.FSDP(remat=True)),
+}
+
+
+def row_equals_one_device(name: str) -> None:
+    models = battery()
+    case, make_strategy = ROWS[name]
+    reference = models.build(case)
+    expected = models.train(reference, case)
+    model = mw.distribute(models.build(case), make_strategy())
+    history = models.train(model, case)
+    for ours, theirs in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(
+            ours.numpy(), theirs.numpy(), atol=2e-5, err_msg=ours.path
+        )
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
+
+
+def model_without_a_seed() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(4)]
+    )
+    model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+    return model
+
+
+def data(size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(size)
+    return rng.normal(size=(size, 8)), rng.normal(size=(size, 4))
+
+
+def same_everywhere(arrays: list[Any]) -> bool:
+    from jax.experimental import multihost_utils
+
+    flat = np.concatenate([np.ravel(array) for array in arrays])
+    return bool(np.ptp(multihost_utils.process_allgather(flat), axis=0).max() == 0)
+
+
+def weights_agree_without_a_seed() -> None:
+    with mw.FSDP().scope():
+        scoped = model_without_a_seed()
+    moved = mw.distribute(model_without_a_seed(), mw.Mirrored())
+    for model in (scoped, moved):
+        assert same_everywhere(model.get_weights())
+        model.fit(*data(22), batch_size=8, verbose=0)
+        assert same_everywhere(model.get_weights())
+
+
+def evaluate_and_predict_give_everything_to_everybody() -> None:
+    keras.utils.set_random_seed(1)
+    model = model_without_a_seed()
+    x, y = data(11)
+    scores = model.evaluate(x, y, batch_size=4, verbose=0)
+    outputs = model.predict(x, batch_size=4, verbose=0)
+    mw.distribute(model, mw.FSDP())
+    ours = model.evaluate(x, y, batch_size=4, verbose=0)
+    np.testing.assert_allclose(ours, scores, rtol=1e-5)
+    predicted = model.predict(x, batch_size=4, verbose=0)
+    np.testing.assert_allclose(predicted, outputs, atol=1e-5)
+
+
+def single_is_refused() -> None:
+    try:
+        mw.Single()
+    except StrategyError as error:
+        assert str(error).split("\n") == [
+            "Single was made in a run of 2 processes.",
+            "One device belongs to one process, so the others would have none.",
+            "Use Mirrored, or start one process.",
+        ]
+    else:
+        raise AssertionError("Single was not refused")
+
+
+def devices_have_the_names_of_their_processes() -> None:
+    assert mw.Mirrored().devices == (
+        "/process:0/device:CPU:0",
+        "/process:0/device:CPU:1",
+        "/process:1/device:CPU:0",
+        "/process:1/device:CPU:1",
+    )
+    table = mw.placement(mw.distribute(model_without_a_seed(), mw.Mirrored()))
+    assert set(table[0].devices) == set(mw.Mirrored().devices)
+
+
+CASES: list[Callable[[], None]] = [
+    devices_have_the_names_of_their_processes,
+    single_is_refused,
+    weights_agree_without_a_seed,
+    evaluate_and_predict_give_everything_to_everybody,
+]
+
+
+def outcome(case: Callable[..., None], *args: str) -> str:
+    try:
+        case(*args)
+    except Exception:
+        return traceback.format_exc()
+    return "as it should be"
+
+
+def main(address: str, index: int) -> None:
+    mw.configure(virtual=2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, 2, index, coordinator_bind_address=address)
+    for case in CASES:
+        print(json.dumps([case.__name__, outcome(case)]), flush=True)
+    for name in ROWS:
+        print(json.dumps([name, outcome(row_equals_one_device, name)]), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
