@@ -14,7 +14,7 @@ from meshwright.devices.step import (
     variables_of,
 )
 from meshwright.errors import BatchWarning, StrategyError
-from meshwright.parallel.batch import BatchSplit
+from meshwright.parallel.batch import BatchSplit, PlacedBatch
 from meshwright.parallel.mesh import gathered, replicated
 
 import jax
@@ -58,15 +58,20 @@ class MeshStep:
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
-        split = BatchSplit(batch_size(data), self._mesh)
+        batch = data if isinstance(data, PlacedBatch) else self.put(data)
+        split = BatchSplit(batch.size, self._mesh)
         self._warn_of_idle_devices(split, len(state))
         state = self._lay_out(state)
-        batch = split.put(data)
         program = self._program(split, self._shardings(len(state)))
-        self._check.look(program, state, batch, split.size)
-        outputs, state = program(state, batch)
+        self._check.look(program, state, batch.arrays, split.size)
+        outputs, state = program(state, batch.arrays)
         self._newest = state
         return outputs, self._state.keep(state)
+
+    def put(self, data: Any) -> PlacedBatch:
+        """Moves a batch onto the mesh; other threads may do it ahead of the step."""
+        size = batch_size(data)
+        return PlacedBatch(size, BatchSplit(size, self._mesh).put(data))
 
     def lower(self, state: Any, data: Any) -> Any:
         """The program for a batch like `data`, ready to be compiled and looked at."""
