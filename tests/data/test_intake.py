@@ -1,10 +1,12 @@
 """What `fit`, `evaluate` and `predict` take under a strategy, and when it is read."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import meshwright as mw
+from meshwright.data.intake import Stream
 from meshwright.data.prefetch import THREAD_NAME
 from meshwright.errors import DataError
 from meshwright.parallel.batch import PlacedBatch
@@ -386,3 +388,15 @@ def test_another_model_inside_of_a_run_is_left_to_keras() -> None:
     distributed().fit(X, Y, batch_size=10, callbacks=[Asking()], verbose=0)
     assert len(found) == 2
     np.testing.assert_allclose(found[1], expected, atol=1e-6)
+
+
+def test_epochs_that_are_over_leave_nothing_behind() -> None:
+    alive: list[int] = []
+
+    class Counter(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            gc.collect()
+            alive.append(sum(isinstance(o, Stream) for o in gc.get_objects()))
+
+    distributed().fit(X, Y, batch_size=10, epochs=6, callbacks=[Counter()], verbose=0)
+    assert alive[-1] == alive[1]

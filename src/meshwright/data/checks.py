@@ -63,8 +63,12 @@ def check_arrays(
     _check_number_of_inputs(parts.x, demands, where)
     if has_unusual_shapes(parts, demands):
         settle_shapes(parts, demands, model, where)
-    in_memory = Parts(*(None if is_on_disk(part) else part for part in parts))
-    check_values(in_memory, demands, where, check_nan)
+    check_values(in_memory(parts), demands, where, check_nan)
+
+
+def in_memory(parts: Parts) -> Parts:
+    """The parts without those that are read from disk as they are used."""
+    return Parts(*(None if is_on_disk(part) else part for part in parts))
 
 
 def check_batch(parts: Parts, demands: Demands, where: Where, check_nan: bool) -> bool:

@@ -7,6 +7,7 @@ are put onto the mesh by a thread, ahead of the step that needs them.
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 from meshwright.data.checks import (
     Parts,
@@ -14,6 +15,7 @@ from meshwright.data.checks import (
     check_arrays,
     check_batch,
     check_values,
+    in_memory,
     is_on_disk,
     settle_shapes,
 )
@@ -40,13 +42,14 @@ class Intake:
         self._depth = depth
         self._checker: BatchChecker | None = None
         self._until_built: list[tuple[Parts, Where]] = []
-        self._streams: list[Stream] = []
+        # Each holds the order of its epoch, so they go when Keras lets go of them.
+        self._streams: WeakSet[Stream] = WeakSet()
 
     def __enter__(self) -> "Intake":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for stream in self._streams:
+        for stream in list(self._streams):
             stream.close()
 
     def take(self, arguments: dict[str, Any]) -> None:
@@ -80,7 +83,7 @@ class Intake:
             demands = demands_of(self._model, self._verb)
             check_arrays(parts, demands, self._model, where, self._check_nan)
             if not self._model.built:
-                self._until_built.append((parts, where))
+                self._until_built.append((in_memory(parts), where))
         return parts.x
 
     def stream(self, batches: Iterator[Any], limit: int | None) -> "Stream":
@@ -95,7 +98,7 @@ class Intake:
         if self._checker is not None:
             self._checker.look_at_model()
         stream = Stream(_Reader(iter(batches), self._checker), limit, self._depth)
-        self._streams.append(stream)
+        self._streams.add(stream)
         return stream
 
     def _check_what_waited(self) -> None:
