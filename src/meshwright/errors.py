@@ -7,6 +7,7 @@
     ├── ConfigurationError        (ValueError)    a value that cannot be configured
     ├── LateConfigurationError    (RuntimeError)  the runtime has already started
     ├── CatalogError              (ValueError)    unknown accelerator, bad catalog file
+    ├── DataError                 (ValueError)    data that a model cannot be trained on
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
     ├── PlanError                 (ValueError)    degrees that do not make a plan
@@ -76,6 +77,30 @@ class LateConfigurationError(MeshwrightError, RuntimeError):
 
 class CatalogError(MeshwrightError, ValueError):
     """An accelerator that the catalog does not know, or a catalog file with a fault."""
+
+
+class DataError(MeshwrightError, ValueError):
+    """Data that a model cannot be trained on, evaluated with or asked about.
+
+    Attributes:
+        index: The first sample that is wrong, from 0, where there is such a sample.
+        batch: Its batch, from 0, if the data comes in batches; `index` is within it.
+    """
+
+    exit_code = 4
+
+    def __init__(
+        self,
+        received: str,
+        rule: str,
+        change: str,
+        *,
+        index: int | None = None,
+        batch: int | None = None,
+    ) -> None:
+        super().__init__(received, rule, change)
+        self.index = index
+        self.batch = batch
 
 
 class MemoryLimitError(MeshwrightError, MemoryError):

@@ -21,6 +21,11 @@ CASES = [
     "single_is_refused",
     "weights_agree_without_a_seed",
     "evaluate_and_predict_give_everything_to_everybody",
+    "a_stream_that_ends_early_in_one_process_stops_all",
+    "a_stream_that_fails_in_one_process_stops_all",
+    "batches_of_different_sizes_are_refused",
+    "arrays_of_different_lengths_are_refused",
+    "streams_and_early_stops_train_alike",
 ]
 ROWS = [
     "mirrored-mlp",
@@ -60,6 +65,7 @@ def outcomes() -> list[dict[str, str]]:
     finally:
         for worker in workers:
             worker.kill()
+            worker.communicate()
     found = []
     for worker, (out, err) in zip(workers, said, strict=True):
         lines = [line for line in out.splitlines() if line.startswith("[")]

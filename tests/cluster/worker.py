@@ -7,16 +7,17 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from meshwright.errors import StrategyError
+from meshwright.errors import DataError, StrategyError
 
 import jax
 import keras
 import numpy as np
+import pytest
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,7 +26,8 @@ def battery() -> Any:
     """The models of tests/test_equivalence.py."""
     path = TESTS / "test_equivalence.py"
     spec = importlib.util.spec_from_file_location("battery", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -104,16 +106,91 @@ def evaluate_and_predict_give_everything_to_everybody() -> None:
 
 
 def single_is_refused() -> None:
-    try:
+    with pytest.raises(StrategyError) as caught:
         mw.Single()
-    except StrategyError as error:
-        assert str(error).split("\n") == [
-            "Single was made in a run of 2 processes.",
-            "One device belongs to one process, so the others would have none.",
-            "Use Mirrored, or start one process.",
-        ]
-    else:
-        raise AssertionError("Single was not refused")
+    assert str(caught.value).split("\n") == [
+        "Single was made in a run of 2 processes.",
+        "One device belongs to one process, so the others would have none.",
+        "Use Mirrored, or start one process.",
+    ]
+
+
+RULE_OF_BATCHES = [
+    "Every process goes through the same batches and computes a part of each, so all "
+    "have as many, of the same sizes.",
+    "Give every process the same data, or stop streams of different lengths early with "
+    "steps_per_epoch.",
+]
+
+
+def stream(num_batches: int, size: int = 8) -> Iterator[Any]:
+    for _ in range(num_batches):
+        yield data(size)
+
+
+def a_stream_that_ends_early_in_one_process_stops_all() -> None:
+    model = mw.distribute(model_without_a_seed(), mw.Mirrored())
+    with pytest.raises(DataError) as caught:
+        model.fit(stream(3 + 2 * mw.process_index()), verbose=0)
+    assert str(caught.value).split("\n") == [
+        "fit received batch 3 as the end of the data in process 0; 8 samples in "
+        "process 1.",
+        *RULE_OF_BATCHES,
+    ]
+    model.fit(*data(16), verbose=0)
+
+
+def a_stream_that_fails_in_one_process_stops_all() -> None:
+    def broken() -> Iterator[Any]:
+        yield from stream(4)
+        raise OSError("the disk is gone")
+
+    model = mw.distribute(model_without_a_seed(), mw.Mirrored())
+    is_first = mw.process_index() == 0
+    with pytest.raises(DataError if is_first else OSError) as caught:
+        model.fit(stream(9) if is_first else broken(), verbose=0)
+    if is_first:
+        assert str(caught.value).split("\n")[0] == (
+            "fit received batch 4 as 8 samples in process 0; an error in process 1."
+        )
+
+
+def batches_of_different_sizes_are_refused() -> None:
+    model = mw.distribute(model_without_a_seed(), mw.Mirrored())
+    with pytest.raises(DataError) as caught:
+        model.fit(stream(3, 8 + 4 * mw.process_index()), verbose=0)
+    assert str(caught.value).split("\n")[0] == (
+        "fit received batch 0 as 8 samples in process 0; 12 samples in process 1."
+    )
+
+
+def arrays_of_different_lengths_are_refused() -> None:
+    model = mw.distribute(model_without_a_seed(), mw.Mirrored())
+    with pytest.raises(DataError) as caught:
+        model.fit(*data(20 + mw.process_index()), verbose=0)
+    assert str(caught.value).split("\n") == [
+        "fit received arrays of 20 samples in process 0; 21 samples in process 1.",
+        *RULE_OF_BATCHES,
+    ]
+
+
+def streams_and_early_stops_train_alike() -> None:
+    keras.utils.set_random_seed(1)
+    model = mw.distribute(model_without_a_seed(), mw.Mirrored())
+
+    def stop(epoch: int, logs: Any) -> None:
+        model.stop_training = epoch == 1
+
+    history = model.fit(
+        stream(12),
+        steps_per_epoch=3,
+        epochs=4,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=stop)],
+        validation_data=data(7),
+        verbose=0,
+    )
+    assert len(history.history["val_loss"]) == 2
+    assert same_everywhere(model.get_weights())
 
 
 def devices_have_the_names_of_their_processes() -> None:
@@ -124,7 +201,10 @@ def devices_have_the_names_of_their_processes() -> None:
         "/process:1/device:CPU:1",
     )
     table = mw.placement(mw.distribute(model_without_a_seed(), mw.Mirrored()))
-    assert set(table[0].devices) == set(mw.Mirrored().devices)
+    other = 1 - mw.process_index()
+    names = [f"/device:CPU:{i}" for i in range(2)]
+    theirs = [f"/process:{other}{name}" for name in names]
+    assert set(table[0].devices) == {*names, *theirs}
 
 
 CASES: list[Callable[[], None]] = [
@@ -132,6 +212,11 @@ CASES: list[Callable[[], None]] = [
     single_is_refused,
     weights_agree_without_a_seed,
     evaluate_and_predict_give_everything_to_everybody,
+    a_stream_that_ends_early_in_one_process_stops_all,
+    a_stream_that_fails_in_one_process_stops_all,
+    batches_of_different_sizes_are_refused,
+    arrays_of_different_lengths_are_refused,
+    streams_and_early_stops_train_alike,
 ]
 
 

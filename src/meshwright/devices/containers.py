@@ -3,7 +3,7 @@
 `jax.tree.map` sorts the keys of a dict, and layers may depend on their order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -26,3 +26,19 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         is_named = hasattr(value, "_fields")
         return type(value)(*items) if is_named else type(value)(items)
     return None if value is None else function(value)
+
+
+def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What lies in dicts, lists and tuples, by the expression that gets there.
+
+    >>> list(named_leaves("x", {"a": 1, "b": [2, None]}))
+    [("x['a']", 1), ("x['b'][0]", 2)]
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_leaves(f"{name}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from named_leaves(f"{name}[{index}]", item)
+    elif value is not None:
+        yield name, value

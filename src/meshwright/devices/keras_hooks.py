@@ -19,25 +19,31 @@ steps without a memory limit or a placement log, run the original code.
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
+| `JAXTrainer.fit`, `evaluate`, `predict` | data of distributed models is checked |
+| `JAXEpochIterator._get_iterator` | their batches go to the mesh from the host |
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import GeneratorType
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.runtime import jax_devices, to_host
 from meshwright.devices.scope import (
+    INTAKE_MAKER,
     STEP_MAKER,
     creation_listeners,
+    current_intake,
     enter,
     home_of,
     layout_choosers,
     output_function,
     remember_home,
     run_forward_pass,
+    taking_data_through,
 )
 from meshwright.devices.step import (
     GuardedStep,
@@ -58,7 +64,7 @@ def install_keras_hooks() -> None:
     """
     from keras.src.backend.jax import trainer
     from keras.src.backend.jax.core import Variable
-    from keras.src.backend.jax.trainer import JAXTrainer
+    from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
     from keras.src.layers.layer import Layer
     from keras.src.ops.operation import Operation
     from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -80,6 +86,9 @@ def install_keras_hooks() -> None:
     _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
+    for verb in ("fit", "evaluate", "predict"):
+        _extend(JAXTrainer, verb, _run_on_checked_data)
+    _extend(JAXEpochIterator, "_get_iterator", _iterate_through_intake)
 
 
 def _extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
@@ -180,16 +189,78 @@ def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _make_guarded_function(
     original: Any, self: Any, step_function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    make_step = getattr(self, STEP_MAKER, None) or GuardedStep
+    make_step: Any = getattr(self, STEP_MAKER, None) or GuardedStep
     guarded = make_step(self, step_function)
     run = original(self, guarded, *args, **kwargs)
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
         with guarded.giving_back(state):
+            if hasattr(iterator, "ahead"):
+                iterator = iterator.ahead(guarded.put)
             return run(state, iterator)
 
     run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
     return run_or_give_back
+
+
+def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    make_intake = getattr(self, INTAKE_MAKER, None)
+    if make_intake is None:
+        # This may be a callback inside the run of a model that has one.
+        with taking_data_through(None):
+            return original(self, *args, **kwargs)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    with make_intake(self, original.__name__) as intake, taking_data_through(intake):
+        intake.take(bound.arguments)
+        return original(*bound.args, **bound.kwargs)
+
+
+def _iterate_through_intake(original: Any, self: Any) -> Any:
+    intake = current_intake()
+    if intake is None:
+        return original(self)
+    # Keras would bring batches to the first GPU, from where they had to come back.
+    batches = self.data_adapter.get_jax_iterator()
+    steps = self.steps_per_epoch or self._num_batches
+    executions = steps and -(-steps // self.steps_per_execution)
+    return intake.stream(batches, executions and executions * self.steps_per_execution)
+
+
+def is_known_to_keras(x: Any) -> bool:
+    """Whether Keras has an adapter for data of this type."""
+    from keras.src.trainers import data_adapters
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset
+
+    return (
+        isinstance(x, DataAdapter | PyDataset | GeneratorType)
+        or data_adapters.is_tf_dataset(x)
+        or data_adapters.is_torch_dataloader(x)
+        or data_adapters.is_grain_dataset(x)
+        or data_adapters.array_data_adapter.can_convert_arrays(x)
+    )
+
+
+def make_data_adapter(
+    make_iterator: Callable[[], Iterator[Any]], length: int | None
+) -> Any:
+    """A data adapter of Keras' over batches that are iterated anew in every epoch.
+
+    Arguments:
+        make_iterator: Makes an iterator over the batches of one epoch, as tuples.
+        length: Their number, if it is known.
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+    from keras.src.trainers.data_adapters.data_adapter_utils import get_jax_iterator
+
+    class IterableAdapter(DataAdapter):
+        num_batches = length
+        batch_size = None
+
+        def get_jax_iterator(self) -> Any:
+            return get_jax_iterator(make_iterator())
+
+    return IterableAdapter()
 
 
 def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:

@@ -23,6 +23,9 @@ _HOME = "_meshwright_device"
 STEP_MAKER = "_meshwright_step_maker"
 """The attribute of a model that makes its steps, set by a strategy."""
 
+INTAKE_MAKER = "_meshwright_intake_maker"
+"""The attribute of a model that makes what its data goes through, set by a strategy."""
+
 Listener = Callable[[Any], None]
 """Called with a layer or operation that was made inside a scope."""
 LayoutChooser = Callable[[Any], jax.sharding.Sharding | None]
@@ -93,6 +96,24 @@ def run_forward_pass(
         return passes[-1][1](call, model, *args, **kw)
     finally:
         _forward_passes.reset(token)
+
+
+_intake: ContextVar[Any] = ContextVar("meshwright_intake", default=None)
+
+
+@contextlib.contextmanager
+def taking_data_through(intake: Any) -> Iterator[None]:
+    """Takes the batches of a run through an intake, or, with None, as Keras does."""
+    token = _intake.set(intake)
+    try:
+        yield
+    finally:
+        _intake.reset(token)
+
+
+def current_intake() -> Any:
+    """What the batches of the innermost run go through; None if that is Keras' own."""
+    return _intake.get()
 
 
 def creation_listeners() -> tuple[Listener, ...]:

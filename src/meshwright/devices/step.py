@@ -18,7 +18,7 @@ from meshwright.devices.scope import (
     homes_of,
 )
 from meshwright.devices.settings import current_settings
-from meshwright.errors import MemoryLimitError, PlacementError
+from meshwright.errors import PlacementError
 
 import jax
 import numpy as np
@@ -44,10 +44,11 @@ def refuse_to_train_split_model(model: Any) -> None:
 
 
 class StepState:
-    """Returns a model's values to it when a memory limit stops its training.
+    """Returns a model's values to it when something stops its training.
 
     Keras takes the values away from the variables for as long as `fit` runs, and puts
-    back what it saw last, which steps since then may have consumed.
+    back what it saw last, which steps since then may have consumed, or nothing if the
+    first step fails.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,12 +62,15 @@ class StepState:
 
     @contextmanager
     def giving_back(self, state: Any) -> Iterator[None]:
-        """Gives the newest state back if the block is refused."""
+        """Gives the newest state back if the block fails before it is consumed."""
         self._state = state
         try:
             yield
-        except MemoryLimitError:
-            self._give_back()
+        except StopIteration:
+            raise  # the data is at its end, and Keras knows what to do
+        except Exception:
+            if not any(value.is_deleted() for value in jax.tree.leaves(self._state)):
+                self._give_back()
             raise
         finally:
             self._state = None

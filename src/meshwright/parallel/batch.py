@@ -21,6 +21,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedBatch:
+    """A batch that is on the mesh already."""
+
+    size: int
+    arrays: Any
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSplit:
     """How batches of one size are split over a mesh.
 

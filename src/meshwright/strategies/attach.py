@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
-from meshwright.devices.scope import STEP_MAKER
+from meshwright.devices.scope import INTAKE_MAKER, STEP_MAKER
 from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_variables
 from meshwright.parallel.mesh import replicated, sharding
 from meshwright.train.mesh_step import MeshStep
@@ -26,8 +27,13 @@ def attach(model: Any, strategy: "Strategy") -> None:
         place(model, strategy)
         return MeshStep(model, step, strategy.plan, strategy.mesh)
 
+    def make_intake(model: Any, verb: str) -> Intake:
+        check_nan, depth = strategy.check_nan, strategy.prefetch
+        return Intake(model, verb, check_nan=check_nan, depth=depth)
+
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, STEP_MAKER, make_step)
+    object.__setattr__(model, INTAKE_MAKER, make_intake)
     # Programs that were made for other devices are void.
     model.train_function = model.test_function = model.predict_function = None
 

@@ -38,7 +38,13 @@ class Strategy:
     Attributes:
         plan: The plan.
         devices: Names of the devices, in the order of the mesh.
+        check_nan: Whether inputs that are NaN or infinite are refused; True at first.
+        prefetch: Batches that a thread puts onto the mesh ahead of their use; 2 at
+            first, 0 for no thread.
     """
+
+    check_nan: bool = True
+    prefetch: int = 2
 
     def __init__(self, plan: Plan, devices: tuple[str, ...]) -> None:
         if plan.num_devices != len(devices):

@@ -16,7 +16,7 @@ from meshwright.devices.step import (
 )
 from meshwright.errors import BatchWarning, StrategyError
 from meshwright.models.forward import in_blocks
-from meshwright.parallel.batch import BatchSplit
+from meshwright.parallel.batch import BatchSplit, PlacedBatch
 from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
@@ -28,9 +28,6 @@ from jax.sharding import Mesh, NamedSharding
 
 Shardings = tuple[tuple[NamedSharding, ...], ...]
 """The placements of a step's state, list by list."""
-
-TRAIN_STATES = 4
-"""Lists in the state of Keras' training step: weights, others, optimizer, metrics."""
 
 PREDICT_STATES = 2
 """Lists in the state of Keras' predict step: weights and others."""
@@ -53,6 +50,7 @@ class MeshStep:
             )
         self._model = model
         self._function: Callable[[Any, Any], Any] = step.__wrapped__
+        self._trains = step.__name__ == "train_step"
         self._plan = plan
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
@@ -64,39 +62,41 @@ class MeshStep:
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
-        cut = self._cut(batch_size(data), len(state))
-        self._warn_of_idle_devices(cut, len(state))
+        batch = data if isinstance(data, PlacedBatch) else self.put(data)
+        cut = self._cut(batch.size)
+        self._warn_of_idle_devices(cut)
         state = self._lay_out(state)
-        batch = self._put(data, cut)
         program = self._program(cut, self._shardings(len(state)))
-        self._check.look(program, state, batch, cut.size)
-        outputs, state = program(state, batch)
+        self._check.look(program, state, batch.arrays, cut.size)
+        outputs, state = program(state, batch.arrays)
         self._newest = state
         return outputs, self._state.keep(state)
 
-    def lower(self, state: Any, data: Any) -> Any:
-        """The program for a batch like `data`, ready to be compiled and looked at."""
-        cut = self._cut(batch_size(data), len(state))
-        program = self._program(cut, self._shardings(len(state)))
-        return program.lower(self._lay_out(state), self._put(data, cut))
-
-    def _cut(self, size: int, num_lists: int) -> Microbatches:
-        trains = num_lists == TRAIN_STATES
-        return Microbatches(size, self._plan.accumulate if trains else 1)
-
-    def _put(self, data: Any, cut: Microbatches) -> Any:
+    def put(self, data: Any) -> PlacedBatch:
+        """Moves a batch onto the mesh; other threads may do it ahead of the step."""
+        cut = self._cut(batch_size(data))
         if cut.wanted == 1:
-            return BatchSplit(cut.size, self._mesh).put(data)
+            return PlacedBatch(cut.size, BatchSplit(cut.size, self._mesh).put(data))
         equal, last = cut.cut(data)
         first = BatchSplit(cut.each, self._mesh).put(equal, is_stacked=True)
-        return first, last and BatchSplit(cut.last, self._mesh).put(last)
+        rest = None if last is None else BatchSplit(cut.last, self._mesh).put(last)
+        return PlacedBatch(cut.size, (first, rest))
 
-    def _warn_of_idle_devices(self, cut: Microbatches, num_lists: int) -> None:
+    def lower(self, state: Any, data: Any) -> Any:
+        """The program for a batch like `data`, ready to be compiled and looked at."""
+        batch = self.put(data)
+        program = self._program(self._cut(batch.size), self._shardings(len(state)))
+        return program.lower(self._lay_out(state), batch.arrays)
+
+    def _cut(self, size: int) -> Microbatches:
+        return Microbatches(size, self._plan.accumulate if self._trains else 1)
+
+    def _warn_of_idle_devices(self, cut: Microbatches) -> None:
         """Says once that training batches do not divide; a tail is no reason to."""
         is_first, self._has_run = not self._has_run, True
         split = BatchSplit(cut.each, self._mesh)
         is_uneven = split.size > split.num_replicas > split.pieces
-        if is_first and is_uneven and num_lists == TRAIN_STATES:
+        if is_first and is_uneven and self._trains:
             wanted = split.num_replicas * cut.wanted
             below = max(cut.size // wanted, 1) * wanted
             what = "global batch" if cut.wanted == 1 else "microbatch"
@@ -134,7 +134,7 @@ class MeshStep:
             return jax.lax.with_sharding_constraint(weights, in_use)
 
         def step(state: Any, batch: Any) -> Any:
-            remat = self._plan.remat and len(shardings) == TRAIN_STATES
+            remat = self._plan.remat and self._trains
             weights = list(state[:2]) if remat else gather(list(state[:2]))
             with self._in_blocks(gather) if remat else nullcontext():
                 return self._run(cut, (*weights, *state[2:]), batch)
