@@ -16,6 +16,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
+| `nn.conv`, `nn.depthwise_conv` | groups, which XLA cannot split |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 """
 
@@ -29,6 +30,7 @@ from meshwright.devices.containers import map_leaves
 from meshwright.devices.runtime import jax_devices
 from meshwright.devices.scope import (
     STEP_MAKER,
+    compute_grouped_convolution,
     creation_listeners,
     enter,
     home_of,
@@ -53,7 +55,7 @@ def install_keras_hooks() -> None:
 
     Importing Keras takes a second, so this waits until somebody needs it.
     """
-    from keras.src.backend.jax import trainer
+    from keras.src.backend.jax import nn, trainer
     from keras.src.backend.jax.core import Variable
     from keras.src.backend.jax.trainer import JAXTrainer
     from keras.src.layers.layer import Layer
@@ -74,6 +76,8 @@ def install_keras_hooks() -> None:
     _extend(JAXTrainer, "make_test_function", _make_step)
     _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
+    _extend(nn, "conv", _convolve)
+    _extend(nn, "depthwise_conv", _convolve_groups)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
 
 
@@ -179,6 +183,35 @@ def _make_guarded_function(
 def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:
     with refusal_of_batches_over_limit(data):
         return original(data, *args)
+
+
+def _convolve(
+    original: Any,
+    inputs: Any,
+    kernel: Any,
+    strides: Any = 1,
+    padding: Any = "valid",
+    data_format: Any = None,
+    dilation_rate: Any = 1,
+) -> Any:
+    import keras
+
+    data_format = data_format or keras.config.image_data_format()
+    features = inputs.shape[-1 if data_format == "channels_last" else 1]
+    options = (strides, padding, data_format, dilation_rate)
+    if features == kernel.shape[-2]:
+        return original(inputs, kernel, *options)
+    return _convolve_groups(original, inputs, kernel, *options)
+
+
+def _convolve_groups(original: Any, inputs: Any, kernel: Any, *options: Any) -> Any:
+    import keras
+
+    def part(inputs: Any, kernel: Any) -> Any:
+        return original(inputs, kernel, *options)
+
+    inputs, kernel = map(keras.ops.convert_to_tensor, (inputs, kernel))
+    return compute_grouped_convolution(part, inputs, kernel)
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

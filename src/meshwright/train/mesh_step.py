@@ -5,7 +5,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from meshwright.devices.scope import passing_outputs_through
+from meshwright.devices.scope import (
+    computing_grouped_convolutions_by,
+    passing_outputs_through,
+)
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -113,7 +116,8 @@ class MeshStep:
             # Weights are gathered before use instead of leaving it to the compiler:
             # XLA was seen to compute wrong gradients with three axes in play.
             weights = jax.lax.with_sharding_constraint(list(state[:2]), in_use)
-            with passing_outputs_through(split.keep):
+            keeping = passing_outputs_through(split.keep)
+            with keeping, computing_grouped_convolutions_by(split.apply):
                 outputs, state = self._function((*weights, *state[2:]), batch)
             return outputs, state
 
