@@ -18,7 +18,7 @@ from meshwright.devices.scope import (
     homes_of,
 )
 from meshwright.devices.settings import current_settings
-from meshwright.errors import MemoryLimitError, PlacementError
+from meshwright.errors import MeshwrightError, PlacementError
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ def refuse_to_train_split_model(model: Any) -> None:
 
 
 class StepState:
-    """Returns a model's values to it when a memory limit stops its training.
+    """Returns a model's values to it when its training is refused.
 
     Keras takes the values away from the variables for as long as `fit` runs, and puts
     back what it saw last, which steps since then may have consumed.
@@ -65,7 +65,7 @@ class StepState:
         self._state = state
         try:
             yield
-        except MemoryLimitError:
+        except MeshwrightError:
             self._give_back()
             raise
         finally:

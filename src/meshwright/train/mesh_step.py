@@ -1,7 +1,6 @@
 """A Keras step as one program over a mesh."""
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from meshwright.devices.step import (
 from meshwright.errors import BatchWarning, StrategyError
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import gathered, replicated
+from meshwright.train.pure_step import pure
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ class MeshStep:
                 "Compile the model without these, or train it without a strategy.",
             )
         self._model = model
-        self._function: Callable[[Any, Any], Any] = step.__wrapped__
+        self._function = pure(model, step.__name__, step.__wrapped__)
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
         self._state = StepState(model)
