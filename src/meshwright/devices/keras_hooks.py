@@ -18,6 +18,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
+| `nn.conv`, `nn.depthwise_conv` | groups, which XLA cannot split |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 | `JAXTrainer.fit`, `evaluate`, `predict` | data of distributed models is checked |
 | `JAXEpochIterator._get_iterator` | their batches go to the mesh from the host |
@@ -35,6 +36,7 @@ from meshwright.devices.runtime import jax_devices, to_host
 from meshwright.devices.scope import (
     INTAKE_MAKER,
     STEP_MAKER,
+    compute_grouped_convolution,
     creation_listeners,
     current_intake,
     enter,
@@ -62,7 +64,7 @@ def install_keras_hooks() -> None:
 
     Importing Keras takes a second, so this waits until somebody needs it.
     """
-    from keras.src.backend.jax import trainer
+    from keras.src.backend.jax import nn, trainer
     from keras.src.backend.jax.core import Variable
     from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
     from keras.src.layers.layer import Layer
@@ -85,6 +87,8 @@ def install_keras_hooks() -> None:
     _extend(JAXTrainer, "make_test_function", _make_step)
     _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
+    _extend(nn, "conv", _convolve)
+    _extend(nn, "depthwise_conv", _convolve_groups)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
     for verb in ("fit", "evaluate", "predict"):
         _extend(JAXTrainer, verb, _run_on_checked_data)
@@ -266,6 +270,35 @@ def make_data_adapter(
 def _transfer_within_limit(original: Any, data: Any, *args: Any) -> Any:
     with refusal_of_batches_over_limit(data):
         return original(data, *args)
+
+
+def _convolve(
+    original: Any,
+    inputs: Any,
+    kernel: Any,
+    strides: Any = 1,
+    padding: Any = "valid",
+    data_format: Any = None,
+    dilation_rate: Any = 1,
+) -> Any:
+    import keras
+
+    data_format = data_format or keras.config.image_data_format()
+    features = inputs.shape[-1 if data_format == "channels_last" else 1]
+    options = (strides, padding, data_format, dilation_rate)
+    if features == kernel.shape[-2]:
+        return original(inputs, kernel, *options)
+    return _convolve_groups(original, inputs, kernel, *options)
+
+
+def _convolve_groups(original: Any, inputs: Any, kernel: Any, *options: Any) -> Any:
+    import keras
+
+    def part(inputs: Any, kernel: Any) -> Any:
+        return original(inputs, kernel, *options)
+
+    inputs, kernel = map(keras.ops.convert_to_tensor, (inputs, kernel))
+    return compute_grouped_convolution(part, inputs, kernel)
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

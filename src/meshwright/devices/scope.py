@@ -116,6 +116,32 @@ def current_intake() -> Any:
     return _intake.get()
 
 
+Part = Callable[[Any, Any], Any]
+"""A part of a step: a function of activations and of a weight."""
+
+_parts: ContextVar[Callable[[Part, Any, Any], Any] | None] = ContextVar(
+    "meshwright_parts", default=None
+)
+
+
+@contextlib.contextmanager
+def computing_grouped_convolutions_by(
+    function: Callable[[Part, Any, Any], Any],
+) -> Iterator[None]:
+    """Leaves it to a function to compute these, while a step is traced."""
+    token = _parts.set(function)
+    try:
+        yield
+    finally:
+        _parts.reset(token)
+
+
+def compute_grouped_convolution(part: Part, inputs: Any, kernel: Any) -> Any:
+    """Computes a grouped convolution the way that was chosen here."""
+    function = _parts.get()
+    return part(inputs, kernel) if function is None else function(part, inputs, kernel)
+
+
 def creation_listeners() -> tuple[Listener, ...]:
     """The listeners of the scopes that are open here."""
     return tuple(listener for listener, _ in _strategies.get())

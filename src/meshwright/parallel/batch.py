@@ -7,6 +7,7 @@ compute with unequal pieces, which it pads inside; that padding was seen to leak
 the gradients of embeddings, so it is not used.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
@@ -50,12 +51,8 @@ class BatchSplit:
 
     def sharding(self, num_dims: int = 1) -> NamedSharding:
         """Split by sample; the dims after the first are left to the compiler."""
-        spare = self.num_replicas // self.pieces
-        grid = self.mesh.devices.reshape(self.pieces, spare, -1)
-        names = ("pieces", "spare", "tensor")
-        view = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
-        return NamedSharding(view, PartitionSpec("pieces", *free))
+        return NamedSharding(self._view(), PartitionSpec("pieces", *free))
 
     def put(self, data: Any, is_stacked: bool = False) -> Any:
         """Moves a batch from the host onto the mesh; what has no samples goes whole.
@@ -85,6 +82,24 @@ class BatchSplit:
         if not self._has_samples(array):
             return array
         return jax.lax.with_sharding_constraint(array, self.sharding(array.ndim))
+
+    def apply(self, part: Callable[[Any, Any], Any], inputs: Any, weight: Any) -> Any:
+        """Inside a program: computes a part of it on whole pieces, weights whole.
+
+        The compiler splits grouped convolutions wrongly if some devices of the mesh
+        hold the same piece: it adds up the gradients of all of them.
+        """
+        if self.pieces in (1, self.mesh.size):
+            return part(inputs, weight)
+        where = PartitionSpec("pieces" if self._has_samples(inputs) else None)
+        specs = {"in_specs": (where, PartitionSpec()), "out_specs": where}
+        return jax.shard_map(part, mesh=self._view(), **specs)(inputs, weight)
+
+    def _view(self) -> Mesh:
+        spare = self.num_replicas // self.pieces
+        grid = self.mesh.devices.reshape(self.pieces, spare, -1)
+        names = ("pieces", "spare", "tensor")
+        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
     def _has_samples(self, array: Any) -> bool:
         return bool(getattr(array, "ndim", 0)) and array.shape[0] == self.size

@@ -1,12 +1,16 @@
 """A Keras step as one program over a mesh."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
-from meshwright.devices.scope import passing_outputs_through, replacing_forward_pass
+from meshwright.devices.scope import (
+    computing_grouped_convolutions_by,
+    passing_outputs_through,
+    replacing_forward_pass,
+)
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -21,6 +25,7 @@ from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
+from meshwright.train.pure_step import pure
 
 import jax
 import numpy as np
@@ -49,7 +54,7 @@ class MeshStep:
                 "Compile the model without these, or train it without a strategy.",
             )
         self._model = model
-        self._function: Callable[[Any, Any], Any] = step.__wrapped__
+        self._function = pure(model, step.__name__, step.__wrapped__)
         self._trains = step.__name__ == "train_step"
         self._plan = plan
         self._mesh = mesh
@@ -154,9 +159,13 @@ class MeshStep:
         with self._keeping(cut.size):
             return self._function(state, batch)
 
-    def _keeping(self, size: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _keeping(self, size: int) -> Iterator[None]:
         """Keeps what layers put out split by sample."""
-        return passing_outputs_through(BatchSplit(size, self._mesh).keep)
+        split = BatchSplit(size, self._mesh)
+        keeping = passing_outputs_through(split.keep)
+        with keeping, computing_grouped_convolutions_by(split.apply):
+            yield
 
 
 def as_keras_takes_them(arrays: Any) -> Any:

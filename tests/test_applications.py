@@ -1,0 +1,62 @@
+"""The networks of keras.applications train on meshes as on one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("applications.py")
+MODELS = (
+    *("MobileNet", "MobileNetV2", "MobileNetV3Small", "VGG16", "ResNet50"),
+    *("ResNet50V2", "DenseNet121", "EfficientNetB0", "EfficientNetV2B0", "Xception"),
+    *("InceptionV3", "NASNetMobile", "ConvNeXtTiny", "InceptionResNetV2"),
+)
+FIRST_BLOCKS = {
+    "ResNet50": "conv2_block2_out",
+    "DenseNet121": "conv2_block3_concat",
+    "EfficientNetV2B0": "block2b_add",
+}
+"""Networks of which `make test` compiles the part that ends with this layer."""
+
+TOLERANCE = 1e-8
+"""Of the updates in float64; a wrong gradient is off by about as much as they are."""
+
+# Compiling takes longer than computing here.
+FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_epoch_over_meshes_equals_one_device_in_float64(name: str) -> None:
+    compare_in_float64(name)
+
+
+def test_a_small_network_over_meshes_equals_one_device_in_float64() -> None:
+    compare_in_float64("MobileNet")
+
+
+@pytest.mark.parametrize("name", FIRST_BLOCKS)
+def test_first_blocks_over_meshes_equal_one_device_in_float64(name: str) -> None:
+    compare_in_float64(name, FIRST_BLOCKS[name])
+
+
+def compare_in_float64(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_ENABLE_X64": "1", "XLA_FLAGS": FLAGS},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(*arguments, json.dumps(found))
+    for strategy in ("Mirrored", "FSDP", "TensorParallel"):
+        assert found[strategy]["weights"] < TOLERANCE, strategy
+        assert found[strategy]["loss"] < TOLERANCE, strategy
