@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import StrategyError
+from meshwright.models.precision import keeping_precision, layers_by_precision
 from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.layout import VariableLayout
 from meshwright.strategies.attach import place
@@ -29,6 +30,8 @@ class Explanation:
     layouts: tuple[VariableLayout, ...]
     collectives: dict[str, int]
     """Collectives of one compiled training step by kind."""
+    precisions: dict[str, tuple[str, ...]]
+    """The layers by what they compute in."""
 
     @property
     def whole(self) -> tuple[VariableLayout, ...]:
@@ -42,6 +45,11 @@ class Explanation:
             f"  {v.path:<{width}}  {v.shape!s:<14} {_spec(v):<24} {v.because}"
             for v in self.layouts
         ]
+        if self.precisions.keys() - {"float32"}:
+            lines += [
+                f"{len(layers)} layers compute in {precision}: {', '.join(layers)}"
+                for precision, layers in self.precisions.items()
+            ]
         kept = sum(4 * prod(v.shape) for v in self.whole)
         travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
         lines.append(
@@ -60,14 +68,17 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
             "What travels is read from the compiled training step.",
             "Build the model (give it an Input) and call compile first.",
         )
-    layouts = place(model, strategy)
-    step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
     batch = as_keras_takes_them(x), as_keras_takes_them(y)
-    compiled = step.lower(training_state(model, batch), batch).compile()
+    with keeping_precision(model):
+        layouts = place(model, strategy)
+        step = MeshStep(model, jax.jit(model.train_step), strategy.mesh)
+        compiled = step.lower(training_state(model, batch), batch).compile()
+        precisions = layers_by_precision(model)
     return Explanation(
         strategy=repr(strategy),
         layouts=tuple(layouts.values()),
         collectives=count_collectives(compiled.as_text()),
+        precisions=precisions,
     )
 
 

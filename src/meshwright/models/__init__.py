@@ -1,0 +1,1 @@
+"""Keras models, seen from the side of what they compute."""
