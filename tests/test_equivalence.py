@@ -435,3 +435,26 @@ def test_programs_of_mixed_precision_multiply_in_low_precision_only(
     products = re.findall(r"(?:dot_general|convolution)\(?.*", program)
     found = {t for line in products for t in re.findall(r"x(b?f\d+)>", line)}
     assert found == {{"bfloat16": "bf16", "float16": "f16"}[precision]}
+
+
+# Keras' spectral norm does not know float16.
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("joined", "bfloat16"), ("lstm", "bfloat16"), ("lstm", "float16")],
+)
+def test_gradients_over_three_axes_in_mixed_precision(
+    name: str, precision: Any
+) -> None:
+    def updates(strategy: Any) -> list[Any]:
+        model = mw.distribute(build(name), strategy)
+        before = [np.asarray(v) for v in model.trainable_variables]
+        model.train_on_batch(*MODELS[name][1](8))
+        after = [np.asarray(v) for v in model.trainable_variables]
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    expected = updates(mw.Single(precision=precision))
+    found = updates(MIXED_STRATEGIES["hybrid-2-2-2"](precision))
+    epsilon = {"bfloat16": 2**-8, "float16": 2**-11}[precision]
+    largest = max(float(np.abs(update).max()) for update in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() <= 8 * epsilon * largest

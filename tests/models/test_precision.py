@@ -445,7 +445,7 @@ def test_verify_compares_in_low_precision_and_leaves_the_model_alone(
     ]
     assert str(found).endswith(
         f"{strategy!r}, 3 steps: equal to one device in {precision}; "
-        "allowed is 3 x what other roundings of the weights change on one device"
+        "allowed is 4 x what other roundings of the weights change on one device"
     )
     largest = max(d.relative for d in found.differences)
     assert largest > verification.TOLERANCE, "it was not compared in float32"

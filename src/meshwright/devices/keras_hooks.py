@@ -11,6 +11,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Variable._initialize_layout` | is laid out as the strategy of its scope wants |
 | `Variable._deferred_initialize` | makes the first value on the variable's device |
 | `Variable._direct_assign` | takes new values to the variable's device |
+| `Variable._maybe_autocast` | keeps what is cast for a layer where the weight is |
 | `Operation.__init__` | remembers the scope the layer or operation was made in |
 | `Operation.__call__`, `Layer.__call__` | computes on that device, or split by sample |
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
@@ -33,6 +34,7 @@ from meshwright.devices.scope import (
     enter,
     home_of,
     layout_choosers,
+    pass_cast,
     pass_output,
     remember_home,
 )
@@ -64,6 +66,7 @@ def install_keras_hooks() -> None:
     _extend(Variable, "_initialize_layout", _lay_out_in_scope)
     _extend(Variable, "_deferred_initialize", _call_at_home)
     _extend(Variable, "_direct_assign", _assign_at_home)
+    _extend(Variable, "_maybe_autocast", _cast_in_place)
     _extend(Operation, "__init__", _remembering_init)
     _extend(Operation, "__call__", _call_at_home)
     _extend(Layer, "__call__", _call_layer)
@@ -115,6 +118,11 @@ def _assign_at_home(original: Any, self: Any, value: Any) -> None:
         if not others and _is_concrete(value) and value.devices() != {device}:
             value = _bring(value, device)
     original(self, value)
+
+
+def _cast_in_place(original: Any, self: Any, value: Any) -> Any:
+    cast = original(self, value)
+    return cast if cast is value else pass_cast(self, cast)
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

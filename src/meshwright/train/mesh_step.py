@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from meshwright.devices.scope import passing_outputs_through
+from meshwright.devices.scope import passing_casts_through, passing_outputs_through
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -105,15 +105,23 @@ class MeshStep:
         variables = variables_of(self._model, [()] * num_lists)
         return tuple(tuple(v._layout or whole for v in group) for group in variables)
 
+    def _keep_gathered(self, variable: Any, value: Any) -> Any:
+        place = variable._layout or replicated(self._mesh)
+        return jax.lax.with_sharding_constraint(value, gathered(place))
+
     def _make_program(self, split: BatchSplit, shardings: Shardings) -> Any:
         predicts = len(shardings) == PREDICT_STATES
         in_use = [[gathered(place) for place in group] for group in shardings[:2]]
 
         def step(state: Any, batch: Any) -> Any:
             # Weights are gathered before use instead of leaving it to the compiler:
-            # XLA was seen to compute wrong gradients with three axes in play.
+            # XLA was seen to compute wrong gradients with three axes in play. In mixed
+            # precision the same holds for what they are cast to.
             weights = jax.lax.with_sharding_constraint(list(state[:2]), in_use)
-            with passing_outputs_through(split.keep):
+            with (
+                passing_outputs_through(split.keep),
+                passing_casts_through(self._keep_gathered),
+            ):
                 outputs, state = self._function((*weights, *state[2:]), batch)
             return outputs, state
 
