@@ -5,12 +5,15 @@ A new strategy is a new row in STRATEGIES, a new kind of model one in MODELS. Ev
 model meets the strategies in EVERYWHERE, those in CORE meet all.
 """
 
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import meshwright as mw
+from meshwright.train.mesh_step import MeshStep, training_state
 
 import jax
 import keras
@@ -599,3 +602,161 @@ def test_accumulated_batchnorm_and_dropout_equal_one_device_in_microbatches(
     model = mw.distribute(build(name), LEVERS[strategy](accumulate=3, remat=True))
     train(model, name)
     assert_equal_weights(model, reference, 2e-5)
+
+
+# Mixed precision. Rounding depends on the order of sums, so on the split. How much it
+# may matter is measured beside: the same training by stock Keras in float32. Runs that
+# round differently are each about as far from it as the other, hence at most twice
+# that from each other (measured: 0.3 to 1.05 times, 2.1 for single variables). A run
+# left in float32 would be near too, so the dtypes of layers and programs are looked at.
+# The models are smooth: a ReLU rounded across zero would move weights at once.
+
+
+def smooth_mlp() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((8,)), L.Dense(16, activation="gelu"), L.Dense(4)]
+    )
+
+
+def smooth_cnn() -> keras.Model:
+    convolution = L.Conv2D(8, 3, use_bias=False)
+    layers = [convolution, L.BatchNormalization(), L.Activation("gelu"), L.Flatten()]
+    return keras.Sequential([keras.Input((6, 6, 3)), *layers, L.Dense(4)])
+
+
+def small_transformer() -> keras.Model:
+    """With dropout: Keras' fused attention knows no float16 on CPUs.
+
+    Words are large, so that gradients are small and no step of float16 is skipped.
+    """
+    inputs = keras.Input((5,))
+    normal = keras.initializers.RandomNormal(stddev=1.0)
+    x = L.Embedding(12, 8, embeddings_initializer=normal)(inputs)
+    attended = L.MultiHeadAttention(4, 2, dropout=0.2)(x, x, use_causal_mask=True)
+    x = L.LayerNormalization()(x + attended)
+    return keras.Model(inputs, L.Dense(4)(L.GlobalAveragePooling1D()(x)))
+
+
+MIXED_MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[int], Any]]] = {
+    "mlp": (smooth_mlp, table),
+    "cnn": (smooth_cnn, images),
+    "transformer": (small_transformer, words),
+}
+MIXED_STRATEGIES: dict[str, Callable[..., Any]] = {
+    "mirrored-3": lambda precision: mw.Mirrored(CPUS[:3], precision=precision),
+    "mirrored-8": lambda precision: mw.Mirrored(precision=precision),
+    "fsdp-4": lambda precision: mw.FSDP(devices=CPUS[:4], precision=precision),
+    "tensor-2": lambda precision: mw.TensorParallel(
+        2, devices=CPUS[:2], precision=precision
+    ),
+    "hybrid-2-2-2": lambda precision: mw.Hybrid(2, 2, 2, precision=precision),
+}
+
+
+def build_mixed(name: str, rate: float = 0.05) -> keras.Model:
+    keras.utils.set_random_seed(7)
+    model = MIXED_MODELS[name][0]()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.SGD(rate, momentum=0.9), loss=loss)
+    return model
+
+
+def train_mixed(model: keras.Model, name: str) -> tuple[list[Any], Any]:
+    """The weights and moving statistics after two epochs, and the history."""
+    x, y = MIXED_MODELS[name][1](48)
+    history = model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+    return floats_of(model), history.history["loss"]
+
+
+def floats_of(model: keras.Model) -> list[Any]:
+    return [np.asarray(v) for v in model.variables if "float" in str(v.dtype)]
+
+
+@functools.cache
+def stock_mixed(name: str, policy: str, rate: float = 0.05) -> tuple[list[Any], Any]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        return train_mixed(build_mixed(name, rate), name)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def distance(ours: list[Any], theirs: list[Any]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return float(np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs)))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MIXED_MODELS)
+@pytest.mark.parametrize("strategy", MIXED_STRATEGIES)
+def test_mixed_precision_equals_one_device_in_the_same_precision(
+    strategy: str, name: str, precision: str
+) -> None:
+    exact, _ = stock_mixed(name, "float32")
+    expected, losses = stock_mixed(name, f"mixed_{precision}")
+    moved = distance(expected, floats_of(build_mixed(name)))
+    lost = distance(expected, exact)
+    model = mw.distribute(build_mixed(name), MIXED_STRATEGIES[strategy](precision))
+    found, history = train_mixed(model, name)
+    assert distance(found, expected) <= 2 * lost
+    for ours, theirs, wide, first in zip(
+        found, expected, exact, floats_of(build_mixed(name)), strict=True
+    ):
+        own = np.abs(theirs - wide).max()
+        usual = lost / moved * np.abs(theirs - first).max()
+        assert np.abs(ours - theirs).max() <= 5 * max(own, usual)
+    epsilon = {"bfloat16": 2**-8, "float16": 2**-11}[precision]
+    np.testing.assert_allclose(history, losses, rtol=epsilon)
+    dtypes = {x.compute_dtype for x in model.layers if not isinstance(x, L.InputLayer)}
+    assert dtypes == {precision}
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MIXED_MODELS)
+def test_the_bounds_of_mixed_precision_would_see_a_wrong_learning_rate(
+    name: str, precision: str
+) -> None:
+    exact, _ = stock_mixed(name, "float32")
+    expected, _ = stock_mixed(name, f"mixed_{precision}")
+    slower, _ = stock_mixed(name, f"mixed_{precision}", rate=0.04)
+    assert distance(slower, expected) > 2 * distance(expected, exact)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", MIXED_MODELS)
+def test_programs_of_mixed_precision_multiply_in_low_precision_only(
+    name: str, precision: str
+) -> None:
+    strategy = MIXED_STRATEGIES["hybrid-2-2-2"](precision)
+    model = mw.distribute(build_mixed(name), strategy)
+    batch = MIXED_MODELS[name][1](8)
+    train_step = jax.jit(model.train_step)
+    step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
+    program = step.lower(training_state(model, batch), batch).as_text()
+    products = re.findall(r"(?:dot_general|convolution)\(?.*", program)
+    found = {t for line in products for t in re.findall(r"x(b?f\d+)>", line)}
+    assert found == {{"bfloat16": "bf16", "float16": "f16"}[precision]}
+
+
+# Keras' spectral norm does not know float16.
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("joined", "bfloat16"), ("lstm", "bfloat16"), ("lstm", "float16")],
+)
+def test_gradients_over_three_axes_in_mixed_precision(
+    name: str, precision: Any
+) -> None:
+    def updates(strategy: Any) -> list[Any]:
+        model = mw.distribute(build(name), strategy)
+        before = [np.asarray(v) for v in model.trainable_variables]
+        model.train_on_batch(*MODELS[name].data(8))
+        after = [np.asarray(v) for v in model.trainable_variables]
+        return [b - a for a, b in zip(before, after, strict=True)]
+
+    expected = updates(mw.Single(precision=precision))
+    found = updates(MIXED_STRATEGIES["hybrid-2-2-2"](precision))
+    epsilon = {"bfloat16": 2**-8, "float16": 2**-11}[precision]
+    largest = max(float(np.abs(update).max()) for update in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() <= 8 * epsilon * largest

@@ -6,6 +6,8 @@
 Importing it starts no device; see `meshwright.devices.startup` for what it does.
 """
 
+from typing import TYPE_CHECKING
+
 from meshwright import errors
 from meshwright.cluster.identity import process_count, process_index
 from meshwright.devices.configuration import configure
@@ -28,6 +30,10 @@ from meshwright.strategies.names import (
     TensorParallel,
 )
 from meshwright.strategies.verification import verify
+from meshwright.train.learning_rate import scaled_lr
+
+if TYPE_CHECKING:
+    from meshwright.train.warmup import Warmup
 
 start_up()
 del start_up
@@ -42,6 +48,7 @@ __all__ = [
     "Plan",
     "Single",
     "TensorParallel",
+    "Warmup",
     "configure",
     "device",
     "devices",
@@ -50,7 +57,22 @@ __all__ = [
     "placement",
     "process_count",
     "process_index",
+    "scaled_lr",
     "set_placement_log",
     "set_soft_placement",
     "verify",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> type:
+        # A subclass of one of Keras' classes; Keras is imported when it is asked for.
+        if name == "Warmup":
+            from meshwright.train.warmup import Warmup
+
+            return Warmup
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

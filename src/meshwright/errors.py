@@ -13,6 +13,7 @@
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
+    ├── LearningRateError         (ValueError)    rates, rules, batches that are none
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
     MeshwrightWarning             (UserWarning)
@@ -149,6 +150,10 @@ class RuleError(MeshwrightError, ValueError):
 
 class StrategyError(MeshwrightError, RuntimeError):
     """A strategy, scope or model used in a way that cannot run on a mesh."""
+
+
+class LearningRateError(MeshwrightError, ValueError):
+    """A learning rate, scaling rule, batch size or warm-up that is none."""
 
 
 class UnsupportedVersionError(MeshwrightError, RuntimeError):

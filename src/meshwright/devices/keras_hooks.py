@@ -12,6 +12,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Variable._deferred_initialize` | makes the first value on the variable's device |
 | `Variable._direct_assign` | takes new values to the variable's device |
 | `Variable.__array__` | is whole, also if it is split among processes |
+| `Variable._maybe_autocast` | keeps what is cast for a layer where the weight is |
 | `Operation.__init__` | remembers the scope the layer or operation was made in |
 | `Operation.__call__`, `Layer.__call__` | computes on that device, or split by sample |
 | `Layer.stateless_call` | a model's forward pass in blocks or microbatches |
@@ -43,6 +44,7 @@ from meshwright.devices.scope import (
     home_of,
     layout_choosers,
     output_function,
+    pass_cast,
     remember_home,
     run_forward_pass,
     taking_data_through,
@@ -76,6 +78,7 @@ def install_keras_hooks() -> None:
     _extend(Variable, "_deferred_initialize", _call_at_home)
     _extend(Variable, "_direct_assign", _assign_at_home)
     _extend(Variable, "__array__", _whole_array)
+    _extend(Variable, "_maybe_autocast", _cast_in_place)
     _extend(Operation, "__init__", _remembering_init)
     _extend(Operation, "__call__", _call_at_home)
     _extend(Layer, "__call__", _call_layer)
@@ -140,6 +143,11 @@ def _whole_array(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return to_host(value)
     return original(self, *args, **kwargs)
+
+
+def _cast_in_place(original: Any, self: Any, value: Any) -> Any:
+    cast = original(self, value)
+    return cast if cast is value else pass_cast(self, cast)
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

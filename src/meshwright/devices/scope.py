@@ -142,6 +142,27 @@ def compute_grouped_convolution(part: Part, inputs: Any, kernel: Any) -> Any:
     return part(inputs, kernel) if function is None else function(part, inputs, kernel)
 
 
+_casts: ContextVar[Callable[[Any, Any], Any] | None] = ContextVar(
+    "meshwright_casts", default=None
+)
+
+
+@contextlib.contextmanager
+def passing_casts_through(function: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Passes variables that were cast for a layer, and their values, through it."""
+    token = _casts.set(function)
+    try:
+        yield
+    finally:
+        _casts.reset(token)
+
+
+def pass_cast(variable: Any, value: Any) -> Any:
+    """What the value of a variable becomes here, after it was cast for a layer."""
+    function = _casts.get()
+    return value if function is None else function(variable, value)
+
+
 def creation_listeners() -> tuple[Listener, ...]:
     """The listeners of the scopes that are open here."""
     return tuple(listener for listener, _ in _strategies.get())

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.scope import INTAKE_MAKER, STEP_MAKER
+from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_variables
 from meshwright.parallel.mesh import replicated, sharding
 from meshwright.train.mesh_step import MeshStep
@@ -44,7 +45,11 @@ def attached(model: Any) -> "Strategy | None":
 
 
 def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
-    """Moves all variables of a model, its optimizer and metrics onto the mesh."""
+    """Moves all variables of a model, its optimizer and metrics onto the mesh.
+
+    The model computes in the plan's precision from then on.
+    """
+    set_precision(model, strategy.plan.precision)
     layouts = lay_out_model(model, strategy.plan)
     whole = replicated(strategy.mesh)
     for path, variable in unique_variables(model).items():

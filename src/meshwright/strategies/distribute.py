@@ -3,6 +3,7 @@
 from typing import Any
 
 from meshwright.errors import StrategyError
+from meshwright.models.precision import set_precision
 from meshwright.strategies.attach import attach, place
 from meshwright.strategies.strategy import Strategy
 
@@ -10,7 +11,8 @@ from meshwright.strategies.strategy import Strategy
 def distribute(model: Any, strategy: Strategy) -> Any:
     """Moves a model onto a strategy's mesh; its fit, evaluate and predict run there.
 
-    Weights and optimizer state come along. A model that is not built yet is moved when
+    Weights and optimizer state come along, and layers compute in the strategy's
+    precision if it has one. A model that is not built yet is moved when
     `fit` builds it from the data.
 
     Arguments:
@@ -43,6 +45,8 @@ def distribute(model: Any, strategy: Strategy) -> Any:
             "Pass, for example, mw.Mirrored().",
         )
     attach(model, strategy)
+    # Before it is compiled, so that Keras' own `compile` scales the loss of float16.
+    set_precision(model, strategy.plan.precision)
     if model.built:
         place(model, strategy)
     return model

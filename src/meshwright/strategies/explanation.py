@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import StrategyError
+from meshwright.models.precision import keeping_precision, layers_by_precision
 from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.layout import VariableLayout
 from meshwright.parallel.microbatch import cut_batch
@@ -32,6 +33,8 @@ class Explanation:
     layouts: tuple[VariableLayout, ...]
     collectives: dict[str, int]
     """Collectives of one compiled training step by kind."""
+    precisions: dict[str, tuple[str, ...]]
+    """The layers by what they compute in."""
     notes: tuple[str, ...] = ()
     """What else the plan does to a training step, and why."""
 
@@ -47,6 +50,11 @@ class Explanation:
             f"  {v.path:<{width}}  {v.shape!s:<14} {_spec(v):<24} {v.because}"
             for v in self.layouts
         ]
+        if self.precisions.keys() - {"float32"}:
+            lines += [
+                f"{len(layers)} layers compute in {precision}: {', '.join(layers)}"
+                for precision, layers in self.precisions.items()
+            ]
         kept = sum(4 * prod(v.shape) for v in self.whole)
         travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
         lines.append(
@@ -65,17 +73,21 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
             "What travels is read from the compiled training step.",
             "Build the model (give it an Input) and call compile first.",
         )
-    layouts = place(model, strategy)
-    train_step = jax.jit(model.train_step)
-    step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
     batch = as_keras_takes_them(x), as_keras_takes_them(y)
-    state = training_state(model, batch)
-    compiled = step.lower(state, batch).compile()
+    with keeping_precision(model):
+        layouts = place(model, strategy)
+        train_step = jax.jit(model.train_step)
+        step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
+        state = training_state(model, batch)
+        compiled = step.lower(state, batch).compile()
+        precisions = layers_by_precision(model)
+        notes = _notes(strategy.plan, model, state, batch)
     return Explanation(
         strategy=repr(strategy),
         layouts=tuple(layouts.values()),
         collectives=count_collectives(compiled.as_text()),
-        notes=_notes(strategy.plan, model, state, batch),
+        precisions=precisions,
+        notes=notes,
     )
 
 

@@ -1,6 +1,7 @@
 """A strategy: a Plan, the devices it runs on, and the ways to use it."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property
@@ -14,6 +15,7 @@ from meshwright.devices.names import parse_device_name
 from meshwright.devices.runtime import jax_devices_of_all, usable_devices
 from meshwright.devices.scope import listening
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
+from meshwright.models.precision import making_layers_in
 from meshwright.parallel.layout import add_fsdp, is_arithmetic
 from meshwright.parallel.mesh import make_mesh, sharding
 from meshwright.parallel.plan import Plan
@@ -75,9 +77,12 @@ class Strategy:
         """Models made inside are trained by this strategy, also after the scope.
 
         Their variables are made split as far as their shape alone allows; what depends
-        on the graph is laid out when the model first runs.
+        on the graph is laid out when the model first runs. Layers compute in the
+        strategy's precision, unless they are given a dtype of their own.
         """
         install_keras_hooks()
+        # Models that are loaded inside find its class by having it registered.
+        importlib.import_module("meshwright.train.warmup")
         if any(other is not self for other in _open_scopes.get()):
             raise StrategyError(
                 f"The scope of {self!r} was entered inside the scope of another "
@@ -88,7 +93,10 @@ class Strategy:
         share_random_state()
         token = _open_scopes.set((*_open_scopes.get(), self))
         try:
-            with listening(self._notice, self._first_layout):
+            with (
+                listening(self._notice, self._first_layout),
+                making_layers_in(self.plan.precision),
+            ):
                 yield self
         finally:
             _open_scopes.reset(token)

@@ -1,14 +1,19 @@
 """`meshwright.verify`: does a strategy give what one device gives, on this model?"""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.runtime import to_host
 from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import StrategyError
+from meshwright.models.precision import (
+    LOW_PRECISIONS,
+    keeping_precision,
+    lowest_precision,
+    set_precision,
+)
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
 from meshwright.strategies.attach import attached, place
@@ -21,10 +26,18 @@ from meshwright.train.mesh_step import (
 )
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 TOLERANCE = 2e-5
 """Largest difference that counts as float rounding, relative to the largest entry."""
+
+LOW_PRECISION_FACTOR = 4.0
+"""Largest difference that counts as rounding in bfloat16 or float16, as a multiple of
+what rounding the weights differently changes on one device; see `_rounding_noise`."""
+
+NUM_ROUNDINGS = 4
+"""Trainings on one device by which the noise of low precision is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +49,13 @@ class VariableDifference:
     """Largest absolute difference."""
     relative: float
     """The same, relative to the variable's largest entry; see `_difference`."""
+    allowed: float = TOLERANCE
+    """What of `relative` counts as rounding."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the difference is rounding."""
+        return self.relative <= self.allowed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +65,8 @@ class Verification:
     strategy: str
     steps: int
     differences: tuple[VariableDifference, ...]
+    precision: str = "float32"
+    """The lowest precision that layers computed in, on one device too."""
 
     @property
     def ok(self) -> bool:
@@ -54,17 +76,23 @@ class Verification:
     @property
     def failures(self) -> tuple[VariableDifference, ...]:
         """The variables that differ by more than rounding."""
-        return tuple(d for d in self.differences if not d.relative <= TOLERANCE)
+        return tuple(d for d in self.differences if not d.ok)
 
     def __str__(self) -> str:
         width = max(len(d.path) for d in self.differences)
-        lines = [f"{'variable':<{width}}  max |difference|   relative"]
+        lines = [f"{'variable':<{width}}  max |difference|   relative   allowed"]
         for d in self.differences:
-            mark = "" if d.relative <= TOLERANCE else "  <- differs"
+            mark = "" if d.ok else "  <- differs"
             lines.append(
-                f"{d.path:<{width}}  {d.difference:16.2e}   {d.relative:.1e}{mark}"
+                f"{d.path:<{width}}  {d.difference:16.2e}    {d.relative:.1e}   "
+                f"{d.allowed:.1e}{mark}"
             )
         verdict = "equal to one device" if self.ok else "NOT equal to one device"
+        if self.precision in LOW_PRECISIONS:
+            verdict += (
+                f" in {self.precision}; allowed is {LOW_PRECISION_FACTOR:g} x what "
+                "other roundings of the weights change on one device"
+            )
         lines.append(f"{self.strategy}, {self.steps} steps: {verdict}")
         return "\n".join(lines)
 
@@ -79,9 +107,10 @@ def verify(
 ) -> Verification:
     """Trains a few steps on one device and with a strategy, and compares the weights.
 
-    The model's values are not changed: both trainings start from copies. Like
-    `evaluate`, it builds the model's metrics; Keras then draws one permutation less in
-    a `fit` that follows, so shuffled batches are others.
+    Both compute in the strategy's precision, or in the model's if it has none. The
+    model is not changed: trainings start from copies, and its precision and optimizer
+    are put back. Like `evaluate`, it builds the model's metrics; Keras then draws one
+    permutation less in a `fit` that follows, so shuffled batches are others.
 
     Arguments:
         model: A compiled model.
@@ -111,21 +140,39 @@ def verify(
     install_keras_hooks()
     x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
-    start = [[to_host(v) for v in group] for group in training_state(model, batches[0])]
+    training_state(model, batches[0])  # builds what is not built yet
     before = attached(model)
     try:
-        alone = _train_alone(model, strategy.plan, start, batches)
+        with keeping_precision(model):
+            set_precision(model, strategy.plan.precision)
+            return _compare(model, strategy, batches)
+    finally:
+        if before is not None:
+            place(model, before)
+
+
+def _compare(model: Any, strategy: Strategy, batches: list[Any]) -> Verification:
+    start = _start(model, batches[0])
+    step = _step_alone(model, strategy.plan)
+    try:
+        alone = _run(step, start, batches)
         split = _train(model, strategy, start, batches)
     finally:
         _restore(model, start)
-        if before is not None:
-            place(model, before)
+    precision = lowest_precision(model)
     paths = [v.path for v in model.trainable_variables]
     paths += [v.path for v in model.non_trainable_variables]
+    differences = _differences(paths, alone, split)
+    if precision in LOW_PRECISIONS:
+        _refuse_if_nothing_moved(precision, start, alone, len(batches))
+        noise = _rounding_noise(step, start, alone, batches, precision)
+        pairs = zip(differences, _allowed(paths, alone, start, noise), strict=True)
+        differences = [replace(d, allowed=limit) for d, limit in pairs]
     return Verification(
         strategy=repr(strategy),
-        steps=steps,
-        differences=_differences(paths, alone, split),
+        steps=len(batches),
+        differences=tuple(sorted(differences, key=lambda d: -d.relative)),
+        precision=precision,
     )
 
 
@@ -138,31 +185,49 @@ def _batches(x: Any, y: Any, batch_size: int, steps: int) -> list[Any]:
     return [batch_from(starts[step % len(starts)]) for step in range(steps)]
 
 
-def _train_alone(model: Any, plan: Plan, start: Any, batches: list[Any]) -> Any:
+def _start(model: Any, batch: Any) -> Any:
+    """The state that trainings start from, on the host."""
+    return [[to_host(v) for v in group] for group in training_state(model, batch)]
+
+
+def _step_alone(model: Any, plan: Plan) -> Any:
     """The reference: Keras' own step under a plain `jax.jit`, without this engine.
 
     Microbatches are a matter of mathematics (BatchNorm sees them), so the reference
     has them too.
     """
-    step = jax.jit(model.train_step)
-    if plan.accumulate > 1:
-        alone = partial(accumulated_step, model, around=lambda _: nullcontext())
-        step = jax.jit(alone)
-        batches = [cut_batch(batch, plan.accumulate) for batch in batches]
-    state: Any = tuple(start)
-    for batch in batches:
-        _, state = step(state, batch)
-    return [to_host(value) for group in state[:2] for value in group]
+
+    # Functions of their own: for the method itself JAX would find the program that was
+    # traced before, perhaps in another precision.
+    def train_step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch)
+
+    def accumulated(state: Any, batch: Any) -> Any:
+        return accumulated_step(model, state, batch, lambda size: nullcontext())
+
+    if plan.accumulate == 1:
+        return jax.jit(train_step)
+    step = jax.jit(accumulated)
+    return lambda state, batch: step(state, cut_batch(batch, plan.accumulate))
 
 
 def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:
     place(model, strategy)
     train_step = jax.jit(model.train_step)
     step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
+    return _run(step, start, batches)
+
+
+def _run(step: Any, start: Any, batches: list[Any]) -> list[Any]:
+    """The model's variables after a few steps."""
     state: Any = tuple(start)
     for batch in batches:
         _, state = step(state, batch)
-    return [to_host(value) for group in state[:2] for value in group]
+    return [to_host(value) for value in _variables_in(state)]
+
+
+def _variables_in(state: Any) -> list[Any]:
+    return [value for group in state[:2] for value in group]
 
 
 def _restore(model: Any, start: Any) -> None:
@@ -179,16 +244,79 @@ def _restore(model: Any, start: Any) -> None:
             variable.assign(value)
 
 
-def _differences(
-    paths: list[str], alone: list[Any], split: list[Any]
-) -> tuple[VariableDifference, ...]:
+def _refuse_if_nothing_moved(
+    precision: str, start: Any, alone: list[Any], steps: int
+) -> None:
+    weights = start[0]
+    pairs = zip(weights, alone[: len(weights)], strict=True)
+    if weights and all(np.array_equal(a, b) for a, b in pairs):
+        raise StrategyError(
+            f"verify trained {steps} steps in {precision} on one device, and no weight "
+            "moved.",
+            "Steps whose gradients overflow are skipped, each halves the loss scale, "
+            "and what is skipped cannot be compared.",
+            "Pass more steps, smaller inputs, or a LossScaleOptimizer with a smaller "
+            "initial_scale to compile.",
+        )
+
+
+def _differences(paths: list[str], alone: Any, other: Any) -> list[VariableDifference]:
     floats = [a for a in alone if a.size and a.dtype.kind not in "iu"]
     largest = max((float(np.abs(a).max()) for a in floats), default=0.0)
-    found = [
+    return [
         _difference(path, a, b, floor=1e-3 * largest)
-        for path, a, b in zip(paths, alone, split, strict=True)
+        for path, a, b in zip(paths, alone, other, strict=True)
     ]
-    return tuple(sorted(found, key=lambda d: -d.relative))
+
+
+def _rounding_noise(
+    step: Any, start: Any, alone: list[Any], batches: list[Any], precision: str
+) -> list[list[Any]]:
+    """Where one device might as well have come to, had it rounded otherwise.
+
+    The training is repeated from weights that differ by half of the last bit that the
+    precision has, up or down. Beside the noise of sums this finds what a rounding can
+    tip over: a ReLU, the largest of a pool, an overflow.
+    """
+    half = float(jnp.finfo(precision).eps) / 2
+    found = []
+    for seed in range(NUM_ROUNDINGS):
+        random = np.random.default_rng(seed)
+        weights = [_nudged(weight, half, random) for weight in start[0]]
+        moved = (weights, *start[1:])
+        ends = _run(step, moved, batches)
+        triples = zip(ends, _variables_in(moved), _variables_in(start), strict=True)
+        found.append([end - (first - old) for end, first, old in triples])
+    return found
+
+
+def _nudged(weight: Any, relative: float, random: np.random.Generator) -> Any:
+    signs = random.choice([-1.0, 1.0], weight.shape)
+    return (weight * (1 + relative * signs)).astype(weight.dtype)
+
+
+def _allowed(
+    paths: list[str], alone: list[Any], start: Any, noise: list[list[Any]]
+) -> list[float]:
+    """Relative differences that count as rounding in low precision, per variable.
+
+    A variable may have been lucky; it is allowed the share of its movement that all
+    variables have together.
+    """
+    first = _variables_in(start)
+    share = max(_distance(alone, each) for each in noise)
+    share /= _distance(alone, first) or 1.0
+    moved = [share * d.relative for d in _differences(paths, alone, first)]
+    lost = [[d.relative for d in _differences(paths, alone, each)] for each in noise]
+    largest = [max(each) for each in zip(moved, *lost, strict=True)]
+    # Seeds and counters have no noise: they are infinitely far or equal.
+    finite = [each if np.isfinite(each) else 0.0 for each in largest]
+    return [max(TOLERANCE, LOW_PRECISION_FACTOR * each) for each in finite]
+
+
+def _distance(a: list[Any], b: list[Any]) -> float:
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.dtype.kind not in "iu"]
+    return float(np.sqrt(sum(np.sum((x.astype(float) - y) ** 2) for x, y in pairs)))
 
 
 def _difference(path: str, a: Any, b: Any, floor: float) -> VariableDifference:

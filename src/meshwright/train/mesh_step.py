@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.devices.scope import (
     computing_grouped_convolutions_by,
+    passing_casts_through,
     passing_outputs_through,
     replacing_forward_pass,
 )
@@ -129,13 +130,18 @@ class MeshStep:
         variables = variables_of(self._model, [()] * num_lists)
         return tuple(tuple(v._layout or whole for v in group) for group in variables)
 
+    def _keep_gathered(self, variable: Any, value: Any) -> Any:
+        place = variable._layout or replicated(self._mesh)
+        return jax.lax.with_sharding_constraint(value, gathered(place))
+
     def _make_program(self, cut: Microbatches, shardings: Shardings) -> Any:
         predicts = len(shardings) == PREDICT_STATES
         in_use = [[gathered(place) for place in group] for group in shardings[:2]]
 
         def gather(weights: Any) -> Any:
             # Weights are gathered before use instead of leaving it to the compiler:
-            # XLA was seen to compute wrong gradients with three axes in play.
+            # XLA was seen to compute wrong gradients with three axes in play. In mixed
+            # precision the same holds for what they are cast to.
             return jax.lax.with_sharding_constraint(weights, in_use)
 
         def step(state: Any, batch: Any) -> Any:
@@ -161,10 +167,13 @@ class MeshStep:
 
     @contextmanager
     def _keeping(self, size: int) -> Iterator[None]:
-        """Keeps what layers put out split by sample."""
+        """Keeps what layers put out split by sample, and weights as they were."""
         split = BatchSplit(size, self._mesh)
-        keeping = passing_outputs_through(split.keep)
-        with keeping, computing_grouped_convolutions_by(split.apply):
+        with (
+            passing_outputs_through(split.keep),
+            passing_casts_through(self._keep_gathered),
+            computing_grouped_convolutions_by(split.apply),
+        ):
             yield
 
 
