@@ -396,7 +396,7 @@ MODELS = {
     "nested": Case(nested, table),
     "gru": Case(gru, words),
     "grouped-query": Case(grouped_query, words),
-    "clipped": Case(cnn, images, with_optimizer(lambda: momentum(global_clipnorm=0.1))),
+    "clipped": Case(mlp, table, with_optimizer(lambda: momentum(global_clipnorm=0.1))),
     "averaged": Case(
         mlp,
         table,
