@@ -458,9 +458,10 @@ def test_verify_compares_in_low_precision_and_leaves_the_model_alone(
 
 
 def test_the_reference_of_verify_is_not_a_program_from_before() -> None:
-    model = fit(make_model())
+    model, batch = make_model(), (X[:8], Y[:8])
+    from_before = jax.jit(model.train_step)
+    from_before.lower(training_state(model, batch), batch)
     set_precision(model, "bfloat16")
-    batch = (X[:8], Y[:8])
     step = verification._step_alone(model, mw.Plan())
     program = step.lower(training_state(model, batch), batch).as_text()
     assert operands_of_products(program) == {"bf16"}
