@@ -25,10 +25,7 @@ TOLERANCE = 1e-8
 """Of the updates in float64; a wrong gradient is off by about as much as they are."""
 
 # Compiling takes longer than computing here.
-FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
-)
+FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.soak

@@ -82,8 +82,21 @@ def test_stages_are_refused_until_they_are_there() -> None:
 
 def test_the_mesh_has_neighbours_along_its_last_axis() -> None:
     mesh = make_mesh(Plan(data=2, tensor=4), NAMES)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
-    assert [d.id for d in mesh.devices[0, 0]] == [0, 1, 2, 3]
+    shape = {"data": 2, "fsdp": 1, "tensor_0": 2, "tensor_1": 2}
+    assert dict(mesh.shape) == shape
+    assert [d.id for d in mesh.devices[0, 0].flat] == [0, 1, 2, 3]
+
+
+def test_a_batch_lies_along_some_parts_of_the_axes() -> None:
+    mesh = make_mesh(Plan(data=2, fsdp=4), NAMES)
+    assert BatchSplit(6, mesh).axes == ("data",)
+    assert BatchSplit(4, mesh).axes == ("data", "fsdp_0")
+    assert BatchSplit(7, mesh).axes == ()
+    assert BatchSplit(8, mesh).axes == ("data", "fsdp_0", "fsdp_1")
+    six = make_mesh(Plan(data=6), NAMES[:6])
+    assert BatchSplit(9, six).axes == ("data_1",)
+    placed = BatchSplit(9, six).put(np.arange(9))
+    assert placed.sharding.shard_shape((9,)) == (3,)
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,24 @@ compute with unequal pieces, which it pads inside; that padding was seen to leak
 the gradients of embeddings, so it is not used.)
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
-from meshwright.parallel.mesh import replicated
+from meshwright.parallel.mesh import parts_of, prime_factors, replicated
 from meshwright.parallel.plan import BATCH_AXES
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh over which batches are split."""
+    return parts_of(mesh, *BATCH_AXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +37,7 @@ class PlacedBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How batches of one size are split over a mesh.
-
-    The mesh is seen as pieces x spare x tensor devices, in the same order.
-    """
+    """How batches of one size are split over a mesh."""
 
     size: int
     mesh: Mesh
@@ -42,17 +45,27 @@ class BatchSplit:
     @property
     def num_replicas(self) -> int:
         """The pieces that the mesh could take."""
-        return prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        return prod(self.mesh.shape[axis] for axis in batch_axes(self.mesh))
 
     @property
     def pieces(self) -> int:
         """The pieces that the batch is split into."""
         return gcd(self.size, self.num_replicas)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which the pieces lie."""
+        wanted, found = Counter(prime_factors(self.pieces)), []
+        for axis in batch_axes(self.mesh):
+            if wanted[self.mesh.shape[axis]] > 0:
+                wanted[self.mesh.shape[axis]] -= 1
+                found.append(axis)
+        return tuple(found)
+
     def sharding(self, num_dims: int = 1) -> NamedSharding:
         """Split by sample; the dims after the first are left to the compiler."""
         free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
-        return NamedSharding(self._view(), PartitionSpec("pieces", *free))
+        return NamedSharding(self.mesh, PartitionSpec(self.axes, *free))
 
     def put(self, data: Any, is_stacked: bool = False) -> Any:
         """Moves a batch from the host onto the mesh; what has no samples goes whole.
@@ -91,15 +104,9 @@ class BatchSplit:
         """
         if self.pieces in (1, self.mesh.size):
             return part(inputs, weight)
-        where = PartitionSpec("pieces" if self._has_samples(inputs) else None)
+        where = PartitionSpec(self.axes if self._has_samples(inputs) else None)
         specs = {"in_specs": (where, PartitionSpec()), "out_specs": where}
-        return jax.shard_map(part, mesh=self._view(), **specs)(inputs, weight)
-
-    def _view(self) -> Mesh:
-        spare = self.num_replicas // self.pieces
-        grid = self.mesh.devices.reshape(self.pieces, spare, -1)
-        names = ("pieces", "spare", "tensor")
-        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        return jax.shard_map(part, mesh=self.mesh, **specs)(inputs, weight)
 
     def _has_samples(self, array: Any) -> bool:
         return bool(getattr(array, "ndim", 0)) and array.shape[0] == self.size

@@ -1,5 +1,7 @@
 """The mesh of a Plan: named devices in the shape of its degrees."""
 
+from math import isqrt
+
 from meshwright.devices.runtime import jax_devices_of_all
 from meshwright.parallel.plan import AXES, Plan, Spec
 
@@ -8,16 +10,51 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def make_mesh(plan: Plan, names: tuple[str, ...]) -> Mesh:
-    """Arranges devices, which must exist, as the plan wants them."""
+    """Arranges devices, which must exist, as the plan wants them.
+
+    An axis has one part for each prime factor of its degree, so that batches can be
+    split along some of them: `data=4` becomes `data_0=2` and `data_1=2`. One program
+    has one mesh, whatever the size of its batch.
+    """
     available = jax_devices_of_all()
-    shape = tuple(getattr(plan, axis) for axis in AXES)
-    grid = np.array([available[name] for name in names], dtype=object).reshape(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = {name: size for axis in AXES for name, size in _parts(plan, axis)}
+    devices = np.array([available[name] for name in names], dtype=object)
+    types = (AxisType.Auto,) * len(shape)
+    return Mesh(devices.reshape(*shape.values()), tuple(shape), axis_types=types)
+
+
+def _parts(plan: Plan, axis: str) -> list[tuple[str, int]]:
+    factors = prime_factors(getattr(plan, axis))
+    if len(factors) < 2:
+        return [(axis, factors[0] if factors else 1)]
+    return [(f"{axis}_{i}", factor) for i, factor in enumerate(factors)]
+
+
+def prime_factors(number: int) -> list[int]:
+    """The prime factors of a number, the smallest first.
+
+    >>> prime_factors(12)
+    [2, 2, 3]
+    """
+    for factor in range(2, isqrt(number) + 1):
+        if number % factor == 0:
+            return [factor, *prime_factors(number // factor)]
+    return [number] if number > 1 else []
+
+
+def parts_of(mesh: Mesh, *axes: str) -> tuple[str, ...]:
+    """The names under which axes of a plan are in a mesh."""
+    return tuple(name for name in mesh.axis_names if _axis_of(name) in axes)
+
+
+def _axis_of(name: str) -> str:
+    return name.partition("_")[0]
 
 
 def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     """The placement of an array whose dims are split as `spec` says."""
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    parts = [None if axis is None else parts_of(mesh, axis) for axis in spec]
+    return NamedSharding(mesh, PartitionSpec(*parts))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -27,5 +64,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def gathered(placement: NamedSharding) -> NamedSharding:
     """The placement of a weight while it is used: whole over the axis `fsdp`."""
-    spec = [None if axis == "fsdp" else axis for axis in placement.spec]
+    fsdp = set(parts_of(placement.mesh, "fsdp"))
+    spec = [None if fsdp & set(_names(dim)) else dim for dim in placement.spec]
     return NamedSharding(placement.mesh, PartitionSpec(*spec))
+
+
+def _names(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if dim is None:
+        return ()
+    return (dim,) if isinstance(dim, str) else dim
