@@ -25,7 +25,7 @@ demo: $(STAMP)  ## devices, placement, a small training
 	@$(BIN)/meshwright demo
 
 test: $(STAMP)  ## the whole test suite
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # The newest JAX needs Python 3.12; the default environment may be older.
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || \

@@ -21,8 +21,9 @@ FIRST_BLOCKS = {
 }
 """Networks of which `make test` compiles the part that ends with this layer."""
 
-TOLERANCE = 1e-8
-"""Of the updates in float64; a wrong gradient is off by about as much as they are."""
+TOLERANCE = 1e-6
+"""Of the updates in float64, whose rounding deep networks amplify (seen: 3.5e-8); a
+wrong gradient is off by about as much as they are."""
 
 # Compiling takes longer than computing here.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

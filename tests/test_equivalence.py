@@ -81,7 +81,7 @@ def features(size: int) -> tuple[Any, Any]:
 
 def encounters(size: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(size)
-    x = {key: rng.integers(0, 12, (size, 2)) for key in ("user", "item")}
+    x = {key: rng.integers(0, 12, (size, 2), np.int32) for key in ("user", "item")}
     return x, rng.integers(0, 2, size).astype(np.float32)
 
 

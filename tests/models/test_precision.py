@@ -246,7 +246,7 @@ def test_a_float16_model_is_saved_and_loaded_with_the_state_of_its_loss_scale(
 
 
 def test_words_are_not_rounded_to_bfloat16() -> None:
-    words = np.array([[256], [257], [258]] * 4)
+    words = np.array([[256], [257], [258]] * 4, np.int32)
     with mw.Mirrored(CPUS[:2], precision="bfloat16").scope():
         model = keras.Sequential([L.Embedding(300, 4), L.Flatten()])
         model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
