@@ -10,6 +10,7 @@
     ├── DataError                 (ValueError)    data that a model cannot be trained on
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
+    ├── PerReplicaError           (ValueError)    values of replicas that do not fit
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
@@ -136,6 +137,10 @@ class MemoryLimitError(MeshwrightError, MemoryError):
 
 class PlacementError(MeshwrightError, RuntimeError):
     """Work that cannot run with the model's layers where they were put."""
+
+
+class PerReplicaError(MeshwrightError, ValueError):
+    """Values of replicas that cannot be split, run, reduced or gathered as asked."""
 
 
 class PlanError(MeshwrightError, ValueError):

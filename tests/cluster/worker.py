@@ -207,6 +207,21 @@ def devices_have_the_names_of_their_processes() -> None:
     assert set(table[0].devices) == {*names, *theirs}
 
 
+def custom_loops_see_all_processes() -> None:
+    strategy = mw.Mirrored()
+    (batch,) = strategy.distribute_dataset(np.arange(8.0), batch_size=8)
+    squares = strategy.run(lambda x: (x**2).sum(), args=(batch,))
+    assert float(strategy.reduce("SUM", squares)) == sum(n * n for n in range(8))
+    assert len(strategy.local_results(squares)) == 2
+
+    def read(shard: Any) -> list[Any]:
+        return [np.full(4, float(file)) for file in shard.files(["1", "2"])]
+
+    (own,) = strategy.distribute_dataset(read)
+    assert float(strategy.reduce("MEAN", own, axis=0)) == 1.5
+    np.testing.assert_array_equal(strategy.gather(own), [1.0] * 4 + [2.0] * 4)
+
+
 CASES: list[Callable[[], None]] = [
     devices_have_the_names_of_their_processes,
     single_is_refused,
@@ -217,6 +232,7 @@ CASES: list[Callable[[], None]] = [
     batches_of_different_sizes_are_refused,
     arrays_of_different_lengths_are_refused,
     streams_and_early_stops_train_alike,
+    custom_loops_see_all_processes,
 ]
 
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from meshwright.cluster.identity import process_count
 from meshwright.cluster.randomness import share_random_state
+from meshwright.data.loader import Batches
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.names import parse_device_name
@@ -16,12 +17,23 @@ from meshwright.devices.runtime import jax_devices_of_all, usable_devices
 from meshwright.devices.scope import listening
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
 from meshwright.models.precision import making_layers_in
+from meshwright.parallel.batch import batch_axes
 from meshwright.parallel.layout import add_fsdp, is_arithmetic
 from meshwright.parallel.mesh import make_mesh, sharding
 from meshwright.parallel.plan import Plan
+from meshwright.parallel.reduction import gather_values, reduce_values
 from meshwright.strategies.attach import attach, attached
+from meshwright.strategies.custom_loop import (
+    check_values,
+    compile_for_replicas,
+    local_results,
+    run,
+)
+from meshwright.strategies.dataset import DistributedDataset
 from meshwright.strategies.explanation import Explanation, explain
+from meshwright.strategies.replica_context import refuse_inside_replica, replica_id
 
+import jax
 from jax.sharding import Mesh
 
 DeviceNames = Sequence[str | Device] | None
@@ -116,6 +128,146 @@ class Strategy:
             An `Explanation`, which prints well.
         """
         return explain(self, model, x, y)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh along which the replicas lie, for collectives in `run`.
+
+        >>> import jax
+        >>> import numpy as np
+        >>> import meshwright as mw
+        >>> strategy = mw.Mirrored(["CPU:0", "CPU:1"])
+        >>> (batch,) = strategy.distribute_dataset([np.arange(4)])
+        >>> axes = strategy.replica_axes
+        >>> strategy.run(lambda x: jax.lax.psum(x.sum(), axes), args=(batch,))
+        PerReplica:{0: Array(6, dtype=int32), 1: Array(6, dtype=int32)}
+        """
+        return batch_axes(self.mesh)
+
+    def replica_id(self) -> jax.Array:
+        """The number of the replica, from 0; only in functions that `run` runs."""
+        return replica_id()
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> DistributedDataset:
+        """Batches for `run`: iterating gives each batch split over the replicas.
+
+        A thread splits batches ahead of their use, as many as `prefetch` says.
+
+        Arguments:
+            dataset: An iterable of global batches, which are trees of arrays that have
+                their samples in the first dim, iterated over anew each time; or, with a
+                `batch_size`, such a tree of arrays itself; or a function that takes a
+                `Shard` and returns the batches of one process, for data in files.
+            batch_size: Samples in a global batch, if `dataset` is arrays.
+            shuffle: Whether their samples are mixed anew in every epoch.
+            seed: What their order depends on, besides the epoch.
+
+        >>> import numpy as np
+        >>> import meshwright as mw
+        >>> strategy = mw.Mirrored(["CPU:0", "CPU:1"])
+        >>> for batch in strategy.distribute_dataset(np.arange(7), batch_size=4):
+        ...     print(batch)
+        PerReplica:{0: Array([0, 1], dtype=int32), 1: Array([2, 3], dtype=int32)}
+        PerReplica:{0: Array([4, 5], dtype=int32), 1: Array([6], dtype=int32)}
+        """
+        if batch_size is not None:
+            dataset = Batches(dataset, batch_size, shuffle=shuffle, seed=seed)
+        return DistributedDataset(dataset, self.mesh, self.prefetch)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls a function on every replica with that replica's part of the arguments.
+
+        The function is compiled at its first run, and again for new shapes; it sees
+        new values only in its arguments. It may be called inside of `jax.jit`.
+
+        Arguments:
+            fn: The function, pure as for `jax.jit`. Inside, `jax.lax.psum(x,
+                strategy.replica_axes)` sums over the replicas.
+            args: Its positional arguments. Of values per replica, each replica gets its
+                own; everything else goes to all, numbers as arrays.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            What `fn` returns, with a value per replica for every array. What is no
+            array is returned as it is.
+
+        >>> import numpy as np
+        >>> import meshwright as mw
+        >>> strategy = mw.Mirrored(["CPU:0", "CPU:1"])
+        >>> (batch,) = strategy.distribute_dataset([np.arange(3)])
+        >>> strategy.run(lambda x, factor: (x * factor).sum(), args=(batch, 10))
+        PerReplica:{0: Array(10, dtype=int32), 1: Array(20, dtype=int32)}
+        """
+        return run(fn, args, kwargs, self.mesh, self._program)
+
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> Any:
+        """Makes one value of the values of all replicas, whole on every device.
+
+        Arguments:
+            op: "SUM" or "MEAN", in any case.
+            value: A tree of values per replica. Of what is not one per replica the mean
+                is itself, and a sum is refused.
+            axis: A dim of the values along which is reduced too, each element counting
+                once, however many a replica has; None for the replicas alone.
+
+        >>> import numpy as np
+        >>> import meshwright as mw
+        >>> strategy = mw.Mirrored(["CPU:0", "CPU:1"])
+        >>> (batch,) = strategy.distribute_dataset([np.array([1.0, 2.0, 30.0])])
+        >>> float(strategy.reduce("MEAN", batch, axis=0))
+        11.0
+        """
+        self._check("reduce", value)
+        return reduce_values(op, value, axis)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenates the values of all replicas along a dim, whole on every device.
+
+        Arguments:
+            value: A tree of values per replica, which may differ in that dim. What is
+                not one per replica stays as it is.
+            axis: The dim.
+
+        >>> import numpy as np
+        >>> import meshwright as mw
+        >>> strategy = mw.Mirrored()
+        >>> (batch,) = strategy.distribute_dataset([np.arange(9)])
+        >>> strategy.gather(batch)
+        Array([0, 1, 2, 3, 4, 5, 6, 7, 8], dtype=int32)
+        """
+        self._check("gather", value)
+        return gather_values(value, axis)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas, each on its own device.
+
+        What holds no value per replica is the only result.
+
+        >>> import meshwright as mw
+        >>> mw.Mirrored(["CPU:0", "CPU:1"]).local_results(5)
+        (5,)
+        """
+        return local_results(value)
+
+    def _check(self, name: str, value: Any) -> None:
+        refuse_inside_replica(name)
+        check_values(name, value, self.mesh)
+
+    @cached_property
+    def _program(self) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
+        return lru_cache(maxsize=128)(lambda fn: compile_for_replicas(fn, self.mesh))
 
     def _notice(self, made: Any) -> None:
         import keras
