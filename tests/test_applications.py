@@ -16,7 +16,6 @@ MODELS = (
 )
 FIRST_BLOCKS = {
     "ResNet50": "conv2_block2_out",
-    "DenseNet121": "conv2_block3_concat",
     "EfficientNetV2B0": "block2b_add",
 }
 """Networks of which `make test` compiles the part that ends with this layer."""

@@ -8,7 +8,7 @@ then the loss of the whole batch, and then the gradients, microbatch by microbat
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.devices.keras_hooks import mask_of
 from meshwright.devices.scope import replacing_forward_pass
@@ -127,9 +127,58 @@ def _step_by_losses(model: Any, state: Any, batch: Batch, around: Around) -> Any
     return logs, (weights, others, slots, metrics)
 
 
+class _Outputs(NamedTuple):
+    """What the forward passes of all microbatches gave."""
+
+    template: Any
+    flat: list[Any]
+    masks: list[Any]
+    losses: list[Any]
+    """Those that layers added."""
+    before: Batch
+    """The model's other variables in front of each microbatch."""
+    after: Any
+    """The same, behind the last."""
+
+    def rebuilt(self, flat: list[Any]) -> Any:
+        """The outputs as the model gives them."""
+        return rebuild(self.template, flat, self.masks)
+
+
 def _step_by_outputs(model: Any, state: Any, batch: Batch, around: Around) -> Any:
     weights, others, slots, metrics = state
-    x, y, sample_weight = _unpack(_join(batch[0], batch[1]))
+    given = _unpack(_join(batch[0], batch[1]))
+    outputs = _outputs_of_all(model, weights, others, batch, around)
+
+    def loss_of(weights: Any, flat: Any, losses: Any) -> Any:
+        def computed(*_: Any, **__: Any) -> Any:
+            return outputs.rebuilt(flat), outputs.after, list(losses)
+
+        with replacing_forward_pass(model, computed):
+            return model.compute_loss_and_updates(
+                weights,
+                outputs.after,
+                metrics,
+                *given,
+                training=True,
+                optimizer_variables=slots,
+            )
+
+    gradients_of = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
+    (_, aux), gradients = gradients_of(weights, outputs.flat, outputs.losses)
+    loss, _, others, metrics = aux
+    x, y, sample_weight = given
+    logs, metrics = model._update_metrics_variables(
+        metrics, loss, x, y, outputs.rebuilt(outputs.flat), sample_weight
+    )
+    sums = _pulled_back(model, weights, batch, outputs, gradients, around)
+    weights, slots = model.optimizer.stateless_apply(slots, sums, weights)
+    return logs, (weights, others, slots, metrics)
+
+
+def _outputs_of_all(
+    model: Any, weights: Any, others: Any, batch: Batch, around: Around
+) -> _Outputs:
     template: Any = None
 
     def forward(others: Any, data: Any) -> Any:
@@ -142,34 +191,33 @@ def _step_by_outputs(model: Any, state: Any, batch: Batch, around: Around) -> An
         return new, (others, flat, [mask_of(tensor) for tensor in flat], losses)
 
     after, every, last = _scan(forward, others, batch)
-    flat, masks = (_join(every[i], last and last[i]) for i in (1, 2))
-    losses = _mean(every[3], last and last[3], batch)
-
-    def loss_of(weights: Any, flat: Any, losses: Any) -> Any:
-        def computed(*_: Any, **__: Any) -> Any:
-            return rebuild(template, flat, masks), after, list(losses)
-
-        with replacing_forward_pass(model, computed):
-            return model.compute_loss_and_updates(
-                weights,
-                after,
-                metrics,
-                x,
-                y,
-                sample_weight,
-                training=True,
-                optimizer_variables=slots,
-            )
-
-    gradients_of = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)
-    (_, aux), (sums, to_outputs, to_losses) = gradients_of(weights, flat, losses)
-    loss, _, others, metrics = aux
-    outputs = rebuild(template, flat, masks)
-    logs, metrics = model._update_metrics_variables(
-        metrics, loss, x, y, outputs, sample_weight
+    return _Outputs(
+        template=template,
+        flat=_join(every[1], last and last[1]),
+        masks=_join(every[2], last and last[2]),
+        losses=_mean(every[3], last and last[3], batch),
+        before=(every[0], last and last[0]),
+        after=after,
     )
 
-    def pull_back(sums: Any, given: Any) -> Any:
+
+def _pulled_back(
+    model: Any,
+    weights: Any,
+    batch: Batch,
+    outputs: _Outputs,
+    gradients: tuple[Any, Any, Any],
+    around: Around,
+) -> Any:
+    """The gradients of the loss with respect to the weights, through all microbatches.
+
+    Arguments:
+        gradients: Those with respect to the weights that the loss uses itself, to the
+            outputs, and to the losses that layers added.
+    """
+    to_weights, to_outputs, to_losses = gradients
+
+    def add(sums: Any, given: Any) -> Any:
         data, others, to_outputs = given
         inputs = _unpack(data)[0]
         share = _size(inputs) / _num_samples(batch)
@@ -180,14 +228,13 @@ def _step_by_outputs(model: Any, state: Any, batch: Batch, around: Around) -> An
             return flatten(outputs)[0], losses
 
         _, pull = jax.vjp(outputs_and_losses, weights)
-        (gradients,) = pull((to_outputs, [share * g for g in to_losses]))
-        return _add(sums, gradients, 1.0), None
+        (found,) = pull((to_outputs, [share * g for g in to_losses]))
+        return _add(sums, found, 1.0), None
 
-    cut = _cut_like(to_outputs, batch)
-    rest = None if last is None else (batch[1], last[0], cut[1])
-    sums, _, _ = _scan(pull_back, sums, ((batch[0], every[0], cut[0]), rest))
-    weights, slots = model.optimizer.stateless_apply(slots, sums, weights)
-    return logs, (weights, others, slots, metrics)
+    equal, rest = _cut_like(to_outputs, batch)
+    first = (batch[0], outputs.before[0], equal)
+    last = None if batch[1] is None else (batch[1], outputs.before[1], rest)
+    return _scan(add, to_weights, (first, last))[0]
 
 
 def _forward(model: Any, weights: Any, others: Any, inputs: Any) -> Any:
