@@ -405,7 +405,7 @@ MODELS = {
     "own-loss": Case(OwnLoss, table),
     "own-step": Case(OwnStep, table),
 }
-CORE = ("mlp", "cnn", "transformer", "dropout")
+CORE = ("mlp", "cnn", "dropout")
 
 
 def build(name: str, optimizer: Any = None) -> keras.Model:
@@ -647,7 +647,6 @@ MIXED_MODELS: dict[str, tuple[Callable[[], keras.Model], Callable[[int], Any]]] 
 }
 MIXED_STRATEGIES: dict[str, Callable[..., Any]] = {
     "mirrored-3": lambda precision: mw.Mirrored(CPUS[:3], precision=precision),
-    "mirrored-8": lambda precision: mw.Mirrored(precision=precision),
     "fsdp-4": lambda precision: mw.FSDP(devices=CPUS[:4], precision=precision),
     "tensor-2": lambda precision: mw.TensorParallel(
         2, devices=CPUS[:2], precision=precision
