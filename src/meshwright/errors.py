@@ -10,6 +10,7 @@
     ├── DataError                 (ValueError)    data that a model cannot be trained on
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
+    ├── PeerLostError             (TimeoutError)  a process that says nothing any more
     ├── PerReplicaError           (ValueError)    values of replicas that do not fit
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
@@ -137,6 +138,12 @@ class MemoryLimitError(MeshwrightError, MemoryError):
 
 class PlacementError(MeshwrightError, RuntimeError):
     """Work that cannot run with the model's layers where they were put."""
+
+
+class PeerLostError(MeshwrightError, TimeoutError):
+    """A process of the run that was waited for and did not answer."""
+
+    exit_code = 6
 
 
 class PerReplicaError(MeshwrightError, ValueError):

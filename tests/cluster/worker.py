@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from meshwright.errors import DataError, StrategyError
+from meshwright.cluster import store
+from meshwright.errors import DataError, PeerLostError, StrategyError
 
 import jax
 import keras
@@ -221,6 +222,23 @@ def custom_loops_see_all_processes() -> None:
     np.testing.assert_array_equal(strategy.gather(own), [1.0] * 4 + [2.0] * 4)
 
 
+def who_says_nothing_is_named() -> None:
+    if mw.process_index() == 1:
+        store._turns["silence"] += 1
+        return
+    before, store.PATIENCE_SECONDS = store.PATIENCE_SECONDS, 1
+    try:
+        with pytest.raises(PeerLostError) as caught:
+            store.say_to_all("silence", "hello")
+    finally:
+        store.PATIENCE_SECONDS = before
+    assert str(caught.value).split("\n") == [
+        "Process 0 waited 1 s for process 1 (meshwright/silence/0/1).",
+        "All processes of a run go on together.",
+        "Look at the output of process 1: it has ended, or it is stuck.",
+    ]
+
+
 CASES: list[Callable[[], None]] = [
     devices_have_the_names_of_their_processes,
     single_is_refused,
@@ -232,6 +250,7 @@ CASES: list[Callable[[], None]] = [
     arrays_of_different_lengths_are_refused,
     streams_and_early_stops_train_alike,
     custom_loops_see_all_processes,
+    who_says_nothing_is_named,
 ]
 
 

@@ -973,14 +973,19 @@ def test_what_has_no_order_of_its_own_has_no_position() -> None:
         ]
 
 
-def test_a_function_makes_the_batches_of_its_process() -> None:
+def test_a_function_makes_the_batches_of_its_process_in_every_epoch() -> None:
     strategy = mw.Mirrored(["CPU:0", "CPU:1"])
 
-    def read(shard: Any) -> list[Any]:
-        return [np.array([int(file)] * 4) for file in shard.files(["1", "2", "3"])]
+    def read(shard: Any) -> Iterator[Any]:
+        for file in shard.files(["1", "2", "3"]):
+            yield np.array([int(file)] * 4)
 
-    found = [rows_of(batch) for batch in strategy.distribute_dataset(read)]
-    assert found == [[[n, n], [n, n]] for n in (1, 2, 3)]
+    dataset = strategy.distribute_dataset(read)
+    for _ in range(2):
+        found = [rows_of(batch) for batch in dataset]
+        assert found == [[[n, n], [n, n]] for n in (1, 2, 3)]
+    with pytest.raises(PerReplicaError, match="received a dict"):
+        iter(strategy.distribute_dataset(lambda shard: {}))
     with pytest.raises(PerReplicaError) as caught:
         list(strategy.distribute_dataset(lambda shard: [np.arange(3)]))
     assert three_beats(caught) == [

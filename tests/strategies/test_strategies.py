@@ -11,6 +11,7 @@ from meshwright.errors import (
     StrategyError,
     UnknownDeviceError,
 )
+from meshwright.strategies import strategy as strategy_module
 from meshwright.strategies.attach import attached
 from meshwright.train import mesh_step
 
@@ -391,3 +392,20 @@ def test_verify_needs_a_compiled_model() -> None:
     _, rule, change = str(caught.value).split("\n")[-3:]
     assert rule == "It compares training steps, so it needs a loss and an optimizer."
     assert change == "Call model.compile first."
+
+
+def test_devices_that_another_process_lacks_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    existing = {"/process:0/device:CPU:0": None, "/process:1/device:CPU:0": None}
+    monkeypatch.setattr(strategy_module, "process_count", lambda: 2)
+    monkeypatch.setattr(strategy_module, "jax_devices_of_all", lambda: existing)
+    with pytest.raises(UnknownDeviceError) as caught:
+        mw.Mirrored(["CPU:0", "CPU:1"])
+    assert str(caught.value).split("\n") == [
+        "/process:0/device:CPU:1, /process:1/device:CPU:1 unknown device.",
+        "In a run of several processes a strategy uses devices of the same names in "
+        "every process.",
+        "Give every process as many devices, or name those that all have out of "
+        "/process:0/device:CPU:0, /process:1/device:CPU:0.",
+    ]

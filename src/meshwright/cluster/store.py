@@ -7,7 +7,9 @@ client has no public name yet, hence the private import, which only this file ha
 from collections import Counter
 
 from meshwright.cluster.identity import process_count, process_index
+from meshwright.errors import PeerLostError
 
+import jax
 from jax._src.distributed import global_state
 
 PATIENCE_SECONDS = 600
@@ -19,8 +21,7 @@ _turns: Counter[str] = Counter()
 def say_to_all(topic: str, word: str) -> list[str]:
     """Says a word, waits for those of all processes, and returns them by process.
 
-    All processes say as many words on a topic, in the same order. Raises
-    `TimeoutError`, naming the process that was not heard of.
+    All processes say as many words on a topic, in the same order.
     """
     turn = f"meshwright/{topic}/{_turns[topic]}"
     _turns[topic] += 1
@@ -42,12 +43,13 @@ def word_of_first(topic: str, word: str) -> str:
 
 
 def _hear(key: str, process: int) -> str:
-    import jax
-
     try:
         timeout = PATIENCE_SECONDS * 1000
         return str(global_state.client.blocking_key_value_get(key, timeout))
     except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(
-            f"process {process} said nothing for {PATIENCE_SECONDS} s ({key})"
+        raise PeerLostError(
+            f"Process {process_index()} waited {PATIENCE_SECONDS} s for process "
+            f"{process} ({key}).",
+            "All processes of a run go on together.",
+            f"Look at the output of process {process}: it has ended, or it is stuck.",
         ) from error

@@ -25,26 +25,23 @@ class DistributedDataset:
     """
 
     def __init__(self, dataset: Any, mesh: Mesh, depth: int) -> None:
-        self._shard: Shard | None = None
-        if _is_function(dataset):
-            self._shard = Shard(process_index(), process_count())
-            dataset = dataset(self._shard)
-        no_batches = str | bytes | tuple | dict | np.ndarray | jax.Array | type(self)
-        if isinstance(dataset, no_batches) or not isinstance(dataset, Iterable):
-            raise PerReplicaError(
-                f"distribute_dataset received a {type(dataset).__name__}.",
-                "It takes an iterable of global batches, each a tree of arrays.",
-                "Pass, for example, [(x[i:i+64], y[i:i+64]) for i in range(0, n, 64)], "
-                "or arrays and a batch_size.",
-            )
         self._dataset: Any = dataset
         self._mesh = mesh
         self._depth = depth
         self._is_spent = False
         self._position = dataset.position if isinstance(dataset, Batches) else None
+        self._shard: Shard | None = None
+        if callable(dataset) and not isinstance(dataset, Iterable):
+            self._shard = Shard(process_index(), process_count())
+        else:
+            _refuse_no_batches(dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._dataset)
+        dataset = self._dataset
+        if self._shard is not None:
+            dataset = dataset(self._shard)
+            _refuse_no_batches(dataset)
+        batches = iter(dataset)
         if batches is self._dataset and self._is_spent:
             raise StrategyError(
                 f"A {type(batches).__name__} was iterated over for the second time.",
@@ -104,5 +101,12 @@ class DistributedDataset:
         return split, batch_size(batch), position
 
 
-def _is_function(dataset: Any) -> bool:
-    return callable(dataset) and not isinstance(dataset, Iterable)
+def _refuse_no_batches(dataset: Any) -> None:
+    whole = (str, bytes, tuple, dict, np.ndarray, jax.Array, DistributedDataset)
+    if isinstance(dataset, whole) or not isinstance(dataset, Iterable):
+        raise PerReplicaError(
+            f"distribute_dataset received a {type(dataset).__name__}.",
+            "It takes an iterable of global batches, each a tree of arrays.",
+            "Pass, for example, [(x[i:i+64], y[i:i+64]) for i in range(0, n, 64)], "
+            "or arrays and a batch_size.",
+        )

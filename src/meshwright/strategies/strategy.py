@@ -164,7 +164,8 @@ class Strategy:
             dataset: An iterable of global batches, which are trees of arrays that have
                 their samples in the first dim, iterated over anew each time; or, with a
                 `batch_size`, such a tree of arrays itself; or a function that takes a
-                `Shard` and returns the batches of one process, for data in files.
+                `Shard` and returns the batches of one process, for data in files;
+                it is called for every epoch.
             batch_size: Samples in a global batch, if `dataset` is arrays.
             shuffle: Whether their samples are mixed anew in every epoch.
             seed: What their order depends on, besides the epoch.
