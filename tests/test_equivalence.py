@@ -59,6 +59,11 @@ def words(size: int) -> tuple[Any, Any]:
     return x, rng.integers(0, 4, size).astype(np.int32)
 
 
+def tagged_words(size: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(size)
+    return words(size)[0], rng.integers(0, 4, (size, 5)).astype(np.int32)
+
+
 def table(size: int) -> tuple[Any, Any]:
     rng = np.random.default_rng(size)
     return (
@@ -209,6 +214,13 @@ def unet() -> keras.Model:
     up = L.Concatenate()([up, narrow])
     up = L.Conv2DTranspose(8, 2, strides=2, padding="same", activation="relu")(up)
     return keras.Model(inputs, L.Conv2D(4, 1)(L.Concatenate()([up, wide])))
+
+
+def tagger() -> keras.Model:
+    """One output per word, whose mask reaches the loss."""
+    return keras.Sequential(
+        [keras.Input((5,)), L.Embedding(12, 8, mask_zero=True), L.Dense(4)]
+    )
 
 
 def two_tower() -> keras.Model:
@@ -383,6 +395,7 @@ MODELS = {
     "dict": Case(FirstOfDict, table),
     "grouped": Case(grouped, images),
     "unet": Case(unet, masks),
+    "tagger": Case(tagger, tagged_words),
     "two-tower": Case(
         two_tower,
         encounters,
