@@ -34,25 +34,20 @@ from typing import Any
 
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.runtime import jax_devices, to_host
-from meshwright.devices.scope import (
-    INTAKE_MAKER,
-    STEP_MAKER,
-    compute_grouped_convolution,
-    creation_listeners,
-    current_intake,
-    enter,
-    home_of,
-    layout_choosers,
-    output_function,
-    pass_cast,
-    remember_home,
-    run_forward_pass,
-    taking_data_through,
-)
+from meshwright.devices.scope import enter, home_of, remember_home
 from meshwright.devices.step import (
     GuardedStep,
     refusal_of_batches_over_limit,
     refuse_to_train_split_model,
+)
+from meshwright.devices.strategy_hooks import (
+    INTAKE_MAKER,
+    STEP_MAKER,
+    current_intake,
+    run_forward_pass,
+    scope_hooks,
+    taking_data_through,
+    trace_hooks,
 )
 
 import jax
@@ -115,15 +110,15 @@ def _remembering_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     # Before the original runs: a variable assigns its first value in there.
     remember_home(self)
     original(self, *args, **kwargs)
-    for notice in creation_listeners():
-        notice(self)
+    for hooks in scope_hooks():
+        hooks.notice(self)
 
 
 def _lay_out_in_scope(original: Any, self: Any) -> None:
     original(self)
-    for choose in layout_choosers():
+    for hooks in reversed(scope_hooks()):
         if self._layout is None:
-            self._layout = choose(self)
+            self._layout = hooks.choose_layout(self)
 
 
 def _assign_at_home(original: Any, self: Any, value: Any) -> None:
@@ -147,7 +142,8 @@ def _whole_array(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _cast_in_place(original: Any, self: Any, value: Any) -> Any:
     cast = original(self, value)
-    return cast if cast is value else pass_cast(self, cast)
+    hooks = trace_hooks()
+    return cast if cast is value or hooks is None else hooks.keep_cast(self, cast)
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,10 +159,10 @@ def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = _call_at_home(original, self, *args, **kwargs)
-    function = output_function()
-    if function is None:
+    hooks = trace_hooks()
+    if hooks is None:
         return output
-    return map_leaves(lambda t: with_mask(function(t), mask_of(t)), output)
+    return map_leaves(lambda t: with_mask(hooks.keep_output(t), mask_of(t)), output)
 
 
 @contextmanager
@@ -306,7 +302,10 @@ def _convolve_groups(original: Any, inputs: Any, kernel: Any, *options: Any) -> 
         return original(inputs, kernel, *options)
 
     inputs, kernel = map(keras.ops.convert_to_tensor, (inputs, kernel))
-    return compute_grouped_convolution(part, inputs, kernel)
+    hooks = trace_hooks()
+    if hooks is None:
+        return part(inputs, kernel)
+    return hooks.convolve_groups(part, inputs, kernel)
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
-from meshwright.devices.scope import INTAKE_MAKER, STEP_MAKER
+from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_variables
 from meshwright.parallel.mesh import replicated, sharding

@@ -14,7 +14,7 @@ from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.names import parse_device_name
 from meshwright.devices.runtime import jax_devices_of_all, usable_devices
-from meshwright.devices.scope import listening
+from meshwright.devices.strategy_hooks import ScopeHooks, in_scope
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
 from meshwright.models.precision import making_layers_in
 from meshwright.parallel.batch import batch_axes
@@ -106,7 +106,7 @@ class Strategy:
         token = _open_scopes.set((*_open_scopes.get(), self))
         try:
             with (
-                listening(self._notice, self._first_layout),
+                in_scope(ScopeHooks(self._notice, self._first_layout)),
                 making_layers_in(self.plan.precision),
             ):
                 yield self

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from meshwright.devices.keras_hooks import mask_of
-from meshwright.devices.scope import replacing_forward_pass
+from meshwright.devices.strategy_hooks import replacing_forward_pass
 from meshwright.errors import StrategyError
 from meshwright.models.forward import flatten, rebuild
 

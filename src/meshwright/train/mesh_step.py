@@ -1,23 +1,22 @@
 """A Keras step as one program over a mesh."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from meshwright.devices.scope import (
-    computing_grouped_convolutions_by,
-    passing_casts_through,
-    passing_outputs_through,
-    replacing_forward_pass,
-)
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
     StepState,
     batch_size,
     variables_of,
+)
+from meshwright.devices.strategy_hooks import (
+    TraceHooks,
+    replacing_forward_pass,
+    tracing,
 )
 from meshwright.errors import BatchWarning, StrategyError
 from meshwright.models.forward import in_blocks
@@ -165,16 +164,10 @@ class MeshStep:
         with self._keeping(cut.size):
             return self._function(state, batch)
 
-    @contextmanager
-    def _keeping(self, size: int) -> Iterator[None]:
+    def _keeping(self, size: int) -> AbstractContextManager[None]:
         """Keeps what layers put out split by sample, and weights as they were."""
         split = BatchSplit(size, self._mesh)
-        with (
-            passing_outputs_through(split.keep),
-            passing_casts_through(self._keep_gathered),
-            computing_grouped_convolutions_by(split.apply),
-        ):
-            yield
+        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
 
 
 def as_keras_takes_them(arrays: Any) -> Any:
