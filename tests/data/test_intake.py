@@ -298,13 +298,13 @@ def test_batches_are_put_onto_the_mesh_by_the_thread(
 
     monkeypatch.setattr(MeshStep, "put", noted_put)
     model = distributed()
-    model.fit(X, Y, batch_size=4, verbose=0)
+    model.fit(Loader(BATCHES), verbose=0)
     assert makers == [THREAD_NAME] * 5
     makers.clear()
     model.train_on_batch(X, Y)
     assert makers == [threading.main_thread().name]
     makers.clear()
-    distributed(prefetch=0).fit(X, Y, batch_size=4, verbose=0)
+    distributed(prefetch=0).fit(Loader(BATCHES), verbose=0)
     assert makers == [threading.main_thread().name] * 5
 
 

@@ -5,8 +5,9 @@ are put onto the mesh by a thread, ahead of the step that needs them.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from meshwright.cluster.identity import process_count
@@ -24,8 +25,12 @@ from meshwright.data.checks import (
 )
 from meshwright.data.demands import Demands, demands_of
 from meshwright.data.prefetch import prefetch
+from meshwright.data.resident import ArraysInMemory, ResidentStream
 from meshwright.data.sources import are_arrays, open_source, refuse_empty
+from meshwright.devices.keras_hooks import arrays_behind
 from meshwright.devices.step import batch_size
+
+_ARRAYS = "_meshwright_arrays"
 
 Settle = Callable[[], None]
 """What remains to be checked in the thread that runs the step."""
@@ -39,6 +44,21 @@ class Arrived(NamedTuple):
     size: int
 
 
+class Pace(Protocol):
+    """How the steps of the call are dispatched."""
+
+    listeners: Any
+
+    def listen(self, callbacks: Any) -> None:
+        """Looks at what the callbacks want."""
+
+    def keeps(self, data: ArraysInMemory | None) -> bool:
+        """Whether arrays stay on the devices."""
+
+    def choose_length(self, data: ArraysInMemory, size: int, num_left: int) -> int:
+        """How many of the steps that are left are dispatched together."""
+
+
 class Intake:
     """The data of one call of `fit`, `evaluate` or `predict`.
 
@@ -46,8 +66,15 @@ class Intake:
     """
 
     def __init__(
-        self, model: Any, verb: str, *, check_nan: bool = True, depth: int = 2
+        self,
+        model: Any,
+        verb: str,
+        pace: Pace,
+        *,
+        check_nan: bool = True,
+        depth: int = 2,
     ) -> None:
+        self.pace = pace
         self._model = model
         self._verb = verb
         self._check_nan = check_nan
@@ -56,6 +83,7 @@ class Intake:
         self._until_built: list[tuple[Parts, Where]] = []
         # Each holds the order of its epoch, so they go when Keras lets go of them.
         self._streams: WeakSet[Stream] = WeakSet()
+        self._kept: dict[Any, ArraysInMemory | None] = {}
 
     def __enter__(self) -> "Intake":
         return self
@@ -67,6 +95,7 @@ class Intake:
     def take(self, arguments: dict[str, Any]) -> None:
         """Checks the arguments of the call, and replaces what Keras does not know."""
         share_random_state()
+        self.pace.listen(arguments.get("callbacks"))
         parts = Parts(*(arguments.get(name) for name in Parts._fields))
         is_cached = arguments.get("kwargs", {}).get("_use_cached_eval_dataset", False)
         if not is_cached:
@@ -100,6 +129,21 @@ class Intake:
                 self._until_built.append((in_memory(parts), where))
         return parts.x
 
+    def keeps(self, adapter: Any) -> bool:
+        """Whether the arrays behind a data adapter of Keras' stay on the devices."""
+        if adapter not in self._kept:
+            data = _arrays_of(adapter)
+            self._kept[adapter] = data if self.pace.keeps(data) else None
+        return self._kept[adapter] is not None
+
+    def resident(self, adapter: Any) -> ResidentStream:
+        """An epoch over arrays that stay on the devices."""
+        if self._model.built:
+            self._check_what_waited()
+        data = self._kept[adapter]
+        assert data is not None, "keeps has said so"
+        return ResidentStream(data, partial(self.pace.choose_length, data))
+
     def stream(self, batches: Iterator[Any], limit: int | None) -> "Stream":
         """The batches of Keras' iterator, on their way through this intake.
 
@@ -123,6 +167,17 @@ class Intake:
         for parts, where in waited:
             demands = demands_of(self._model, self._verb)
             check_values(parts, demands, where, check_nan=False)
+
+
+def _arrays_of(adapter: Any) -> ArraysInMemory | None:
+    """The arrays behind a data adapter; it keeps them, so they are placed only once."""
+    if not hasattr(adapter, _ARRAYS):
+        behind = arrays_behind(adapter)
+        is_usable = behind is not None and not is_on_disk(behind.arrays)
+        data = ArraysInMemory(*behind) if behind and is_usable else None
+        setattr(adapter, _ARRAYS, data)
+    found: ArraysInMemory | None = getattr(adapter, _ARRAYS)
+    return found
 
 
 class BatchChecker:

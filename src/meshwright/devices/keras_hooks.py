@@ -23,6 +23,8 @@ steps without a memory limit or a placement log, run the original code.
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 | `JAXTrainer.fit`, `evaluate`, `predict` | data of distributed models is checked |
 | `JAXEpochIterator._get_iterator` | their batches go to the mesh from the host |
+| `JAXEpochIterator._enumerate_iterator` | or stay there, for many steps at once |
+| `CallbackList.on_*_batch_*` | callbacks are called between those, if they want it |
 """
 
 import functools
@@ -30,9 +32,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.devices.containers import map_leaves
+from meshwright.devices.containers import map_leaves, named_leaves
 from meshwright.devices.runtime import jax_devices, to_host
 from meshwright.devices.scope import enter, home_of, remember_home
 from meshwright.devices.step import (
@@ -64,6 +66,7 @@ def install_keras_hooks() -> None:
     from keras.src.backend.jax import nn, trainer
     from keras.src.backend.jax.core import Variable
     from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer
+    from keras.src.callbacks.callback_list import CallbackList
     from keras.src.layers.layer import Layer
     from keras.src.ops.operation import Operation
     from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -91,6 +94,10 @@ def install_keras_hooks() -> None:
     for verb in ("fit", "evaluate", "predict"):
         _extend(JAXTrainer, verb, _run_on_checked_data)
     _extend(JAXEpochIterator, "_get_iterator", _iterate_through_intake)
+    _extend(JAXEpochIterator, "_enumerate_iterator", _enumerate_stretches)
+    for kind in ("train", "test"):
+        _extend(CallbackList, f"on_{kind}_batch_begin", _before_batch)
+        _extend(CallbackList, f"on_{kind}_batch_end", _after_batch)
 
 
 def _extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
@@ -203,6 +210,9 @@ def _make_guarded_function(
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
         with guarded.giving_back(state):
+            if hasattr(iterator, "take_stretch"):
+                of_each = bool(current_intake().pace.listeners.of_numbers)
+                return guarded.run_stretch(state, iterator.take_stretch(), of_each)
             if hasattr(iterator, "ahead"):
                 iterator = iterator.ahead(guarded.put)
             return run(state, iterator)
@@ -227,11 +237,85 @@ def _iterate_through_intake(original: Any, self: Any) -> Any:
     intake = current_intake()
     if intake is None:
         return original(self)
+    if intake.keeps(self.data_adapter):
+        return intake.resident(self.data_adapter)
     # Keras would bring batches to the first GPU, from where they had to come back.
     batches = self.data_adapter.get_jax_iterator()
     steps = self.steps_per_epoch or self._num_batches
     executions = steps and -(-steps // self.steps_per_execution)
     return intake.stream(batches, executions and executions * self.steps_per_execution)
+
+
+def _enumerate_stretches(original: Any, self: Any) -> Iterator[Any]:
+    """Steps as Keras counts them, but as many at a time as the stream settles on."""
+    intake = current_intake()
+    if intake is None or not intake.keeps(self.data_adapter):
+        yield from original(self)
+        return
+    self.data_adapter.on_epoch_begin()
+    if self._current_iterator is None or self.steps_per_epoch is None:
+        _start_anew(self)
+    begin, num_steps = 0, self.steps_per_epoch or self._num_batches
+    while begin < num_steps:
+        if self._steps_seen >= self._num_batches:
+            self._interrupted_warning()
+            break
+        length = self._current_iterator.settle_stretch(num_steps - begin)
+        self._steps_seen += length
+        yield begin, begin + length - 1, self._current_iterator
+        begin += length
+    if self._steps_seen >= self._num_batches:
+        _start_anew(self)
+    self.data_adapter.on_epoch_end()
+
+
+def _start_anew(epoch_iterator: Any) -> None:
+    epoch_iterator._current_iterator = epoch_iterator._get_iterator()
+    epoch_iterator._steps_seen = 0
+
+
+class AdaptedArrays(NamedTuple):
+    """What a data adapter of Keras' takes batches from."""
+
+    arrays: Any
+    num_samples: int
+    batch_size: int
+    shuffle: bool | str
+
+
+def arrays_behind(adapter: Any) -> AdaptedArrays | None:
+    """The NumPy arrays that a data adapter of Keras' takes batches from, if it does.
+
+    Floats are in Keras' precision, as they are in its batches.
+    """
+    from keras.src.trainers.data_adapters import array_slicing
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    if type(adapter) is not ArrayDataAdapter:
+        return None
+    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+    kinds = {type(part) for _, part in named_leaves("", inputs)}
+    if kinds != {array_slicing.NumpySliceable}:
+        return None
+    arrays = map_leaves(lambda part: part.array, inputs)
+    samples, size = adapter._num_samples, adapter.batch_size
+    return AdaptedArrays(arrays, samples, size, adapter._shuffle)
+
+
+def _before_batch(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    intake = current_intake()
+    if intake is None:
+        original(self, batch, logs)
+    else:
+        intake.pace.listeners.before_batch(original, self, batch)
+
+
+def _after_batch(original: Any, self: Any, batch: int, logs: Any = None) -> None:
+    intake = current_intake()
+    if intake is None:
+        original(self, batch, logs)
+    else:
+        intake.pace.listeners.after_batch(original, self, batch, logs)
 
 
 def is_known_to_keras(x: Any) -> bool:

@@ -92,27 +92,28 @@ class StepCheck:
         self._seen: set[Any] = set()
 
     def look(
-        self, step: Any, state: Any, data: Any, size: int, device: str | None = None
+        self, step: Any, args: tuple[Any, ...], size: int, device: str | None = None
     ) -> None:
         """Refuses a step over the limit, and logs it; once for each new shape.
 
         Arguments:
             step: A function under `jax.jit`.
-            state: Its first argument, lists of the values of the model's variables.
-            data: Its second, the batch.
+            args: Its arguments; the first is the state, lists of the values of the
+                model's variables.
             size: The number of samples in the batch.
-            device: The device that the step runs on, if it is not where `state` is.
+            device: The device that the step runs on, if it is not where the state is.
         """
         limit, logging = current_settings().memory_limit, log_number()
         if limit is None and not logging:
             return
+        state, *data = args
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(data))
         if (size, shapes, limit, logging) in self._seen:
             return
         variables = variables_of(self._model, state)
         if limit is not None:
             name = f"{self._name} of {self._model.name!r}"
-            lowered = step.lower(state, data)
+            lowered = step.lower(*args)
             labels = _labels(variables, next(iter(inspect.signature(step).parameters)))
             refuse_over_limit(lowered, labels, limit, name, size)
         if logging:
@@ -144,7 +145,7 @@ class GuardedStep:
             if self._is_compiled:
                 size = batch_size(data)
                 device = current_device() or default_device()
-                self._check.look(self._step, state, data, size, device)
+                self._check.look(self._step, (state, data), size, device)
             logs, state = self._step(state, data)
             return logs, self._state.keep(state)
 

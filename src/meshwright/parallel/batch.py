@@ -67,6 +67,11 @@ class BatchSplit:
         free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
         return NamedSharding(self.mesh, PartitionSpec(self.axes, *free))
 
+    def placement(self, is_stacked: bool = False) -> NamedSharding:
+        """That of a batch, or of several of this size along a first dim."""
+        stack = (None,) if is_stacked else ()
+        return NamedSharding(self.mesh, PartitionSpec(*stack, self.axes))
+
     def put(self, data: Any, is_stacked: bool = False) -> Any:
         """Moves a batch from the host onto the mesh; what has no samples goes whole.
 
@@ -74,9 +79,7 @@ class BatchSplit:
             data: The batch.
             is_stacked: Whether it is several batches of this size, along a first dim.
         """
-        split, whole = self.sharding(), replicated(self.mesh)
-        if is_stacked:
-            split = NamedSharding(split.mesh, PartitionSpec(None, *split.spec))
+        split, whole = self.placement(is_stacked), replicated(self.mesh)
 
         def put(array: Any) -> jax.Array:
             host = np.asarray(array)

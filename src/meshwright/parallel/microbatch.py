@@ -6,6 +6,7 @@ from typing import Any
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.step import batch_size
 
+import jax
 import numpy as np
 
 
@@ -44,19 +45,24 @@ class Microbatches:
         middle = self.num_equal * self.each
 
         def stack(array: Any) -> Any:
-            host = np.asarray(array)
-            if not self._has_samples(host):
-                return np.broadcast_to(host, (self.num_equal, *host.shape))
-            return host[:middle].reshape(self.num_equal, self.each, *host.shape[1:])
+            array = _as_array(array)
+            if not self._has_samples(array):
+                return np.broadcast_to(array, (self.num_equal, *array.shape))
+            return array[:middle].reshape(self.num_equal, self.each, *array.shape[1:])
 
         def rest(array: Any) -> Any:
-            host = np.asarray(array)
-            return host[middle:] if self._has_samples(host) else host
+            array = _as_array(array)
+            return array[middle:] if self._has_samples(array) else array
 
         return map_leaves(stack, data), map_leaves(rest, data) if self.last else None
 
     def _has_samples(self, array: Any) -> bool:
         return bool(array.ndim) and array.shape[0] == self.size
+
+
+def _as_array(array: Any) -> Any:
+    """An array of the host; what is part of a traced program stays so."""
+    return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
 
 
 def cut_batch(data: Any, wanted: int) -> tuple[Any, Any]:

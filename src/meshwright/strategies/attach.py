@@ -9,6 +9,7 @@ from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_variables
 from meshwright.parallel.mesh import replicated, sharding
 from meshwright.train.mesh_step import MeshStep
+from meshwright.train.pace import Pace
 
 import jax
 import numpy as np
@@ -29,8 +30,9 @@ def attach(model: Any, strategy: "Strategy") -> None:
         return MeshStep(model, step, strategy.plan, strategy.mesh)
 
     def make_intake(model: Any, verb: str) -> Intake:
+        pace = Pace(model, verb, strategy.mesh, strategy.resident)
         check_nan, depth = strategy.check_nan, strategy.prefetch
-        return Intake(model, verb, check_nan=check_nan, depth=depth)
+        return Intake(model, verb, pace, check_nan=check_nan, depth=depth)
 
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, STEP_MAKER, make_step)

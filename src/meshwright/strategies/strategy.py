@@ -55,10 +55,14 @@ class Strategy:
         check_nan: Whether inputs that are NaN or infinite are refused; True at first.
         prefetch: Batches that a thread puts onto the mesh ahead of their use; 2 at
             first, 0 for no thread.
+        resident: Whether arrays stay on the devices for a whole `fit` or `evaluate`, so
+            that many steps can be dispatched together; None, as at first, if they do
+            when they fit.
     """
 
     check_nan: bool = True
     prefetch: int = 2
+    resident: bool | None = None
 
     def __init__(self, plan: Plan, devices: tuple[str, ...]) -> None:
         if plan.num_devices != len(devices):

@@ -3,9 +3,10 @@
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from meshwright.data.resident import ArraysInMemory, Placeable, Stretch
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -25,7 +26,16 @@ from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
+from meshwright.train.listeners import Logs
 from meshwright.train.pure_step import pure
+from meshwright.train.stretches import (
+    SMALL_STEP_FLOPS,
+    Shapes,
+    put_whole,
+    run_steps,
+    take_batch,
+)
+from meshwright.train.traced_step import TracedStep
 
 import jax
 import numpy as np
@@ -34,8 +44,8 @@ from jax.sharding import Mesh, NamedSharding
 Shardings = tuple[tuple[NamedSharding, ...], ...]
 """The placements of a step's state, list by list."""
 
-PREDICT_STATES = 2
-"""Lists in the state of Keras' predict step: weights and others."""
+PREDICT_STATES, TEST_STATES, TRAIN_STATES = 2, 3, 4
+"""Lists in the states of Keras' steps: weights, others, optimizer, metrics."""
 
 
 class MeshStep:
@@ -64,6 +74,8 @@ class MeshStep:
         self._has_run = False
         self.giving_back = self._state.giving_back
         self._program = cache(self._make_program)
+        self._trace = cache(self._make_trace)
+        self._stretch_program = cache(self._make_stretch_program)
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
@@ -72,8 +84,42 @@ class MeshStep:
         self._warn_of_idle_devices(cut)
         state = self._lay_out(state)
         program = self._program(cut, self._shardings(len(state)))
-        self._check.look(program, state, batch.arrays, cut.size)
-        outputs, state = program(state, batch.arrays)
+        return self._dispatch(program, cut, state, batch.arrays)
+
+    def run_stretch(self, state: Any, stretch: Stretch, of_each: bool) -> Any:
+        """Runs several steps; returns what the last of them does.
+
+        Arguments:
+            state: The state before them.
+            stretch: The steps.
+            of_each: Whether the logs of each of them are wanted, as `Logs`.
+        """
+        cut = self._cut(stretch.batches.size)
+        self._warn_of_idle_devices(cut)
+        state = self._lay_out(state)
+        data, batches = self._keep(stretch.data), self._keep(stretch.batches)
+        key = (cut, Shapes.of(data), self._shardings(len(state)))
+        program = self._stretch_program(*key, stretch.num_steps, of_each)
+        first = np.int32(stretch.first)
+        logs, state = self._dispatch(program, cut, state, data, batches, first)
+        if of_each:
+            last, each = logs
+            logs = Logs(last, each, stretch.num_steps)
+        return logs, state
+
+    def work(self, data: ArraysInMemory, size: int) -> TracedStep:
+        """What a step on a batch of `size` of these arrays does."""
+        num_lists = TRAIN_STATES if self._trains else TEST_STATES
+        shapes = Shapes.of(self._keep(data))
+        return self._trace(self._cut(size), shapes, self._shardings(num_lists))
+
+    def _keep(self, arrays: Placeable) -> Any:
+        whole = partial(put_whole, replicated(self._mesh))
+        return arrays.placed(self._mesh, whole)
+
+    def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
+        self._check.look(program, (state, *rest), cut.size)
+        outputs, state = program(state, *rest)
         self._newest = state
         return outputs, self._state.keep(state)
 
@@ -134,7 +180,51 @@ class MeshStep:
         return jax.lax.with_sharding_constraint(value, gathered(place))
 
     def _make_program(self, cut: Microbatches, shardings: Shardings) -> Any:
-        predicts = len(shardings) == PREDICT_STATES
+        step = self._step_function(cut, shardings)
+        return self._compile_later(step, shardings)
+
+    def _make_trace(
+        self, cut: Microbatches, data: Shapes, shardings: Shardings
+    ) -> TracedStep:
+        variables = variables_of(self._model, [()] * len(shardings))
+        state = tuple([_shape_of(v) for v in group] for group in variables)
+        row = jax.ShapeDtypeStruct((cut.size,), np.int32)
+        batch = jax.eval_shape(partial(take_batch, cut, self._mesh), data.tree, row)
+        return TracedStep.of(self._step_function(cut, shardings), state, batch)
+
+    def _make_stretch_program(
+        self,
+        cut: Microbatches,
+        data: Shapes,
+        shardings: Shardings,
+        num_steps: int,
+        of_each: bool,
+    ) -> Any:
+        step = self._trace(cut, data, shardings)
+        out = [list(group) for group in shardings]
+
+        def run(state: Any, data: Any, batches: Any, first: Any) -> Any:
+            def one(state: Any, row: Any) -> Any:
+                batch = take_batch(cut, self._mesh, data, batches[row])
+                logs, state = step(state, batch)
+                return tuple(jax.lax.with_sharding_constraint(list(state), out)), logs
+
+            unrolls = step.flops <= SMALL_STEP_FLOPS
+            return run_steps(
+                one,
+                state,
+                first,
+                num_steps,
+                step.logs,
+                unrolls=unrolls,
+                of_each=of_each,
+            )
+
+        return self._compile_later(run, shardings)
+
+    def _step_function(
+        self, cut: Microbatches, shardings: Shardings
+    ) -> Callable[[Any, Any], Any]:
         in_use = [[gathered(place) for place in group] for group in shardings[:2]]
 
         def gather(weights: Any) -> Any:
@@ -149,11 +239,15 @@ class MeshStep:
             with self._in_blocks(gather) if remat else nullcontext():
                 return self._run(cut, (*weights, *state[2:]), batch)
 
+        return step
+
+    def _compile_later(self, run: Callable[..., Any], shardings: Shardings) -> Any:
+        predicts = len(shardings) == PREDICT_STATES
         # Every process reads the outputs, so they are whole if there are several.
         is_alone = not self._mesh.is_multi_process
         logs = None if predicts and is_alone else replicated(self._mesh)
         out = tuple(list(group) for group in shardings)
-        return jax.jit(step, donate_argnums=0, out_shardings=(logs, out))
+        return jax.jit(run, donate_argnums=0, out_shardings=(logs, out))
 
     def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
         return replacing_forward_pass(self._model, in_blocks(gather))
@@ -168,6 +262,12 @@ class MeshStep:
         """Keeps what layers put out split by sample, and weights as they were."""
         split = BatchSplit(size, self._mesh)
         return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+
+
+def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
+    # Keras takes the values away while `fit` runs.
+    held = variable if variable._value is None else variable._value
+    return jax.ShapeDtypeStruct(tuple(held.shape), held.dtype)
 
 
 def as_keras_takes_them(arrays: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Arrays that stay on the devices for a whole run; batches are named by their indices.
+
+A batch is then a row of numbers, which the step uses to gather its samples, so that
+nothing travels from the host, and many steps can be dispatched together.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from meshwright.devices.containers import map_leaves, named_leaves
+
+import numpy as np
+
+
+class Placeable:
+    """A tree of host arrays that is placed on devices once."""
+
+    def __init__(self, arrays: Any) -> None:
+        self.arrays = arrays
+        self._placed: dict[Any, Any] = {}
+
+    def placed(self, where: Any, put: Callable[[Any], Any]) -> Any:
+        """The arrays as `put` places them; done once for each `where`."""
+        if where not in self._placed:
+            self._placed[where] = map_leaves(put, self.arrays)
+        return self._placed[where]
+
+
+class ArraysInMemory(Placeable):
+    """The arrays behind the batches of a `fit` or `evaluate`.
+
+    Arguments:
+        arrays: A tree of arrays, each with an entry per sample.
+        num_samples: How many these are.
+        batch_size: Samples in a batch; the last one may have fewer.
+        shuffle: As in Keras' `fit`: `True`, `False`, or `'batch'` for within batches.
+    """
+
+    def __init__(
+        self, arrays: Any, num_samples: int, batch_size: int, shuffle: bool | str
+    ) -> None:
+        super().__init__(arrays)
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+
+    @property
+    def num_bytes(self) -> int:
+        """What they need on each device."""
+        return sum(leaf.nbytes for _, leaf in named_leaves("", self.arrays))
+
+    def draw_order(self) -> "np.ndarray[Any, Any]":
+        """The order of the samples in one epoch, drawn as Keras draws it."""
+        if self.shuffle == "batch":
+            starts = range(0, self.num_samples, self.batch_size)
+            sizes = [min(self.batch_size, self.num_samples - start) for start in starts]
+            within = [np.random.permutation(size) for size in sizes]
+            return np.concatenate([s + w for s, w in zip(starts, within, strict=True)])
+        if self.shuffle:
+            return np.random.permutation(self.num_samples)
+        return np.arange(self.num_samples)
+
+
+class Batches(Placeable):
+    """The batches of one size in an epoch: a row of indices for each."""
+
+    @property
+    def number(self) -> int:
+        """How many these are."""
+        return len(self.arrays)
+
+    @property
+    def size(self) -> int:
+        """Samples in each."""
+        return int(self.arrays.shape[1])
+
+
+class Stretch(NamedTuple):
+    """Steps in a row on batches of one size, which are dispatched together."""
+
+    data: ArraysInMemory
+    batches: Batches
+    first: int
+    """The row of the first step."""
+    num_steps: int
+
+
+class ResidentStream:
+    """One epoch over arrays in memory, in stretches.
+
+    Arguments:
+        data: The arrays.
+        choose_length: Says how many steps are dispatched together, given the size of
+            their batches and the number of steps that are left.
+    """
+
+    def __init__(
+        self, data: ArraysInMemory, choose_length: Callable[[int, int], int]
+    ) -> None:
+        self._data = data
+        self._choose_length = choose_length
+        self._num_taken = 0
+        self._settled: Stretch | None = None
+
+    def __iter__(self) -> "ResidentStream":
+        return self
+
+    def __next__(self) -> Any:
+        """The first batch of the steps that were settled, for who looks at one."""
+        stretch = self.take_stretch()
+        indices = stretch.batches.arrays[stretch.first]
+        return map_leaves(lambda array: array[indices], self._data.arrays)
+
+    def settle_stretch(self, num_wanted: int) -> int:
+        """Settles how many steps are next, out of those that are wanted."""
+        batches, row = self._position()
+        most = min(num_wanted, batches.number - row)
+        length = min(self._choose_length(batches.size, most), most)
+        self._settled = Stretch(self._data, batches, row, length)
+        self._num_taken += length
+        return length
+
+    def take_stretch(self) -> Stretch:
+        """The steps that were settled."""
+        assert self._settled is not None, "settle_stretch comes first"
+        return self._settled
+
+    def _position(self) -> tuple[Batches, int]:
+        whole, last = self._batches
+        if self._num_taken < whole.number:
+            return whole, self._num_taken
+        return last, self._num_taken - whole.number
+
+    @cached_property
+    def _batches(self) -> tuple[Batches, Batches]:
+        """The whole ones, and the smaller one at the end, if there is one.
+
+        Drawn when the first is asked for, since that is when Keras draws.
+        """
+        size = self._data.batch_size
+        number, rest = divmod(self._data.num_samples, size)
+        order = self._data.draw_order().astype(np.int32)
+        whole = order[: number * size].reshape(number, size)
+        last = order[number * size :].reshape(1 if rest else 0, rest)
+        return Batches(whole), Batches(last)
