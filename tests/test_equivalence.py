@@ -479,6 +479,38 @@ def test_two_epochs_with_a_tail_equal_one_device(strategy: str, name: str) -> No
         np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
 
 
+LOOP = {"size": 38, "batch_size": 4, "epochs": 1}
+"""Nine whole batches, so many that a loop over them is not unrolled, and a rest."""
+
+
+@cache
+def trained_in_many_steps(name: str) -> tuple[keras.Model, Any]:
+    model = build(name)
+    return model, train(model, name, **LOOP)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "is_resident"),
+    [
+        *(("hybrid-2-2-2", name, True) for name in MODELS),
+        *((strategy, "mlp", True) for strategy in ("mirrored-8", "fsdp-4")),
+        *((strategy, "mlp", False) for strategy in ("mirrored-8", "hybrid-2-2-2")),
+    ],
+)
+def test_many_steps_equal_one_device_in_a_loop_and_one_by_one(
+    strategy: str, name: str, is_resident: bool
+) -> None:
+    reference, expected = trained_in_many_steps(name)
+    chosen = STRATEGIES[strategy]()
+    chosen.resident = is_resident
+    model = mw.distribute(build(name), chosen)
+    history = train(model, name, **LOOP)
+    assert_equal_weights(model, reference, 2e-5)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
+    assert is_resident == ("9 at a time" in str(chosen.pace["fit"]))
+
+
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("name", ["joined", "transformer", "lstm"])
 def test_one_step_over_three_axes_equals_one_device(name: str, size: int) -> None:

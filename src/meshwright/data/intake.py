@@ -27,7 +27,8 @@ from meshwright.data.demands import Demands, demands_of
 from meshwright.data.prefetch import prefetch
 from meshwright.data.resident import ArraysInMemory, ResidentStream
 from meshwright.data.sources import are_arrays, open_source, refuse_empty
-from meshwright.devices.keras_hooks import arrays_behind
+from meshwright.devices.containers import map_leaves
+from meshwright.devices.keras_hooks import adapt_arrays, arrays_behind
 from meshwright.devices.step import batch_size
 
 _ARRAYS = "_meshwright_arrays"
@@ -58,6 +59,11 @@ class Pace(Protocol):
     def choose_length(self, data: ArraysInMemory, size: int, num_left: int) -> int:
         """How many of the steps that are left are dispatched together."""
 
+    def prepare_validation(
+        self, data: ArraysInMemory, num_steps: int | None, callbacks: Any
+    ) -> None:
+        """Begins to compile what `evaluate` will need inside of `fit`."""
+
 
 class Intake:
     """The data of one call of `fit`, `evaluate` or `predict`.
@@ -84,6 +90,7 @@ class Intake:
         # Each holds the order of its epoch, so they go when Keras lets go of them.
         self._streams: WeakSet[Stream] = WeakSet()
         self._kept: dict[Any, ArraysInMemory | None] = {}
+        self._prepare: Callable[[], None] | None = None
 
     def __enter__(self) -> "Intake":
         return self
@@ -102,6 +109,8 @@ class Intake:
             others = {"class_weight": arguments.get("class_weight")}
             arguments["x"] = self._open(parts, Where(self._verb), others)
             self._take_validation(arguments)
+            if are_arrays(parts):
+                self._prepare = partial(self._prepare_validation, dict(arguments))
         if not are_arrays(parts) or is_on_disk(parts):
             self._checker = BatchChecker(
                 self._model, self._verb, parts.x, self._check_nan
@@ -116,6 +125,17 @@ class Intake:
         parts = Parts(*given)
         x = self._open(parts, Where(self._verb, "validation_data"), {})
         arguments["validation_data"] = parts._replace(x=x)
+
+    def _prepare_validation(self, arguments: dict[str, Any]) -> None:
+        parts, size = validation_arrays(arguments), arguments.get("batch_size")
+        if parts is None:
+            return
+        size = arguments.get("validation_batch_size") or size
+        num_steps = arguments.get("validation_steps")
+        adapted = adapt_arrays(parts, size, num_steps)
+        if adapted is not None:
+            data, callbacks = ArraysInMemory(*adapted), arguments.get("callbacks")
+            self.pace.prepare_validation(data, num_steps, callbacks)
 
     def _open(self, parts: Parts, where: Where, others: dict[str, Any]) -> Any:
         if not are_arrays(parts):
@@ -144,6 +164,16 @@ class Intake:
         assert data is not None, "keeps has said so"
         return ResidentStream(data, partial(self.pace.choose_length, data))
 
+    def run_stretch(self, step: Any, state: Any, stream: ResidentStream) -> Any:
+        """Runs the steps that come next in a stream; returns logs and state."""
+        of_each = self.pace.listeners.wants_each
+        result = step.run_stretch(state, stream.take_stretch(), of_each)
+        # The devices are at work now, so there is time.
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None:
+            prepare()
+        return result
+
     def stream(self, batches: Iterator[Any], limit: int | None) -> "Stream":
         """The batches of Keras' iterator, on their way through this intake.
 
@@ -167,6 +197,19 @@ class Intake:
         for parts, where in waited:
             demands = demands_of(self._model, self._verb)
             check_values(parts, demands, where, check_nan=False)
+
+
+def validation_arrays(arguments: dict[str, Any]) -> Parts | None:
+    """What `fit` will evaluate, if that is arrays: given, or split off the others."""
+    given, share = arguments.get("validation_data"), arguments.get("validation_split")
+    if given is not None:
+        parts = Parts(*given)
+        return parts if are_arrays(parts) else None
+    if not share:
+        return None
+    parts = Parts(*(arguments.get(name) for name in Parts._fields))
+    start = int(batch_size(parts.x) * (1.0 - share))
+    return Parts(*map_leaves(lambda array: array[start:], tuple(parts)))
 
 
 def _arrays_of(adapter: Any) -> ArraysInMemory | None:

@@ -5,12 +5,40 @@ nothing travels from the host, and many steps can be dispatched together.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from meshwright.devices.containers import map_leaves, named_leaves
 
+import jax
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes and types of a tree of arrays, as something to remember things by."""
+
+    structure: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, arrays: Any) -> "Shapes":
+        """Those that arrays of the host have on devices."""
+        leaves, structure = jax.tree.flatten(arrays)
+        types = [(leaf.shape, _device_type(leaf)) for leaf in leaves]
+        return cls(structure, tuple(types))
+
+    @property
+    def tree(self) -> Any:
+        """The tree, with shapes in place of the arrays."""
+        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _device_type(array: Any) -> Any:
+    """Devices have no 64 bits, unless JAX is told so."""
+    return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 class Placeable:
@@ -45,10 +73,25 @@ class ArraysInMemory(Placeable):
         self.batch_size = batch_size
         self.shuffle = shuffle
 
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Their shapes and types on the devices."""
+        return Shapes.of(self.arrays)
+
     @property
     def num_bytes(self) -> int:
         """What they need on each device."""
         return sum(leaf.nbytes for _, leaf in named_leaves("", self.arrays))
+
+    @property
+    def num_whole_batches(self) -> int:
+        """Batches of the full size."""
+        return self.num_samples // self.batch_size
+
+    @property
+    def rest(self) -> int:
+        """Samples of the smaller batch at the end; 0 if there is none."""
+        return self.num_samples % self.batch_size
 
     def draw_order(self) -> "np.ndarray[Any, Any]":
         """The order of the samples in one epoch, drawn as Keras draws it."""
@@ -84,6 +127,8 @@ class Stretch(NamedTuple):
     first: int
     """The row of the first step."""
     num_steps: int
+    rest: int
+    """Samples of the smaller batch that ends the epoch; 0 if there is none."""
 
 
 class ResidentStream:
@@ -117,7 +162,9 @@ class ResidentStream:
         batches, row = self._position()
         most = min(num_wanted, batches.number - row)
         length = min(self._choose_length(batches.size, most), most)
-        self._settled = Stretch(self._data, batches, row, length)
+        whole, last = self._batches
+        rest = last.size if batches is whole and num_wanted > most else 0
+        self._settled = Stretch(self._data, batches, row, length, rest)
         self._num_taken += length
         return length
 
@@ -138,9 +185,8 @@ class ResidentStream:
 
         Drawn when the first is asked for, since that is when Keras draws.
         """
-        size = self._data.batch_size
-        number, rest = divmod(self._data.num_samples, size)
-        order = self._data.draw_order().astype(np.int32)
-        whole = order[: number * size].reshape(number, size)
-        last = order[number * size :].reshape(1 if rest else 0, rest)
-        return Batches(whole), Batches(last)
+        data = self._data
+        order = data.draw_order().astype(np.int32)
+        whole, last = np.split(order, [data.num_whole_batches * data.batch_size])
+        whole = whole.reshape(data.num_whole_batches, data.batch_size)
+        return Batches(whole), Batches(last.reshape(min(data.rest, 1), data.rest))

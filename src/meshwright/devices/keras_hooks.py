@@ -19,6 +19,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
+| `JAXTrainer.jax_state_sync` | values that are where they belong are only taken back |
 | `nn.conv`, `nn.depthwise_conv` | groups, which XLA cannot split |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 | `JAXTrainer.fit`, `evaluate`, `predict` | data of distributed models is checked |
@@ -39,6 +40,7 @@ from meshwright.devices.runtime import jax_devices, to_host
 from meshwright.devices.scope import enter, home_of, remember_home
 from meshwright.devices.step import (
     GuardedStep,
+    give_values,
     refusal_of_batches_over_limit,
     refuse_to_train_split_model,
 )
@@ -88,6 +90,7 @@ def install_keras_hooks() -> None:
     _extend(JAXTrainer, "make_test_function", _make_step)
     _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
+    _extend(JAXTrainer, "jax_state_sync", _take_state_back)
     _extend(nn, "conv", _convolve)
     _extend(nn, "depthwise_conv", _convolve_groups)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
@@ -211,14 +214,21 @@ def _make_guarded_function(
     def run_or_give_back(state: Any, iterator: Any) -> Any:
         with guarded.giving_back(state):
             if hasattr(iterator, "take_stretch"):
-                of_each = bool(current_intake().pace.listeners.of_numbers)
-                return guarded.run_stretch(state, iterator.take_stretch(), of_each)
+                return current_intake().run_stretch(guarded, state, iterator)
             if hasattr(iterator, "ahead"):
                 iterator = iterator.ahead(guarded.put)
             return run(state, iterator)
 
     run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
     return run_or_give_back
+
+
+def _take_state_back(original: Any, self: Any) -> None:
+    state = getattr(self, "_jax_state", None)
+    if getattr(self, STEP_MAKER, None) is None or not state or self._jax_state_synced:
+        original(self)
+        return
+    give_values(self, tuple(values for values in state.values() if values is not None))
 
 
 def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,6 +291,15 @@ class AdaptedArrays(NamedTuple):
     num_samples: int
     batch_size: int
     shuffle: bool | str
+
+
+def adapt_arrays(
+    parts: tuple[Any, Any, Any], batch_size: int | None, num_steps: int | None
+) -> AdaptedArrays | None:
+    """What Keras' data adapter of such arguments takes batches from."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return arrays_behind(ArrayDataAdapter(*parts, batch_size, num_steps))
 
 
 def arrays_behind(adapter: Any) -> AdaptedArrays | None:

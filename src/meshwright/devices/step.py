@@ -70,17 +70,18 @@ class StepState:
             raise  # the data is at its end, and Keras knows what to do
         except Exception:
             if not any(value.is_deleted() for value in jax.tree.leaves(self._state)):
-                self._give_back()
+                give_values(self._model, self._state)
             raise
         finally:
             self._state = None
 
-    def _give_back(self) -> None:
-        variables = variables_of(self._model, self._state)
-        for group, values in zip(variables, self._state, strict=True):
-            for variable, value in zip(group, values, strict=True):
-                variable._value = value
-        self._model._jax_state_synced = True
+
+def give_values(model: Any, state: Any) -> None:
+    """Gives the variables of a model the values of a state that a step has put out."""
+    for group, values in zip(variables_of(model, state), state, strict=True):
+        for variable, value in zip(group, values, strict=True):
+            variable._value = value
+    model._jax_state_synced = True
 
 
 class StepCheck:

@@ -31,6 +31,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
 
     def make_intake(model: Any, verb: str) -> Intake:
         pace = Pace(model, verb, strategy.mesh, strategy.resident)
+        strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
         return Intake(model, verb, pace, check_nan=check_nan, depth=depth)
 

@@ -32,6 +32,7 @@ from meshwright.strategies.custom_loop import (
 from meshwright.strategies.dataset import DistributedDataset
 from meshwright.strategies.explanation import Explanation, explain
 from meshwright.strategies.replica_context import refuse_inside_replica, replica_id
+from meshwright.train.pace import Pace
 
 import jax
 from jax.sharding import Mesh
@@ -58,6 +59,8 @@ class Strategy:
         resident: Whether arrays stay on the devices for a whole `fit` or `evaluate`, so
             that many steps can be dispatched together; None, as at first, if they do
             when they fit.
+        pace: By the name of the method, `fit` or `evaluate`: how its last run went
+            through its data and why; to be printed.
     """
 
     check_nan: bool = True
@@ -74,6 +77,7 @@ class Strategy:
             )
         self.plan = plan
         self.devices = devices
+        self.pace: dict[str, Pace] = {}
 
     @property
     def num_replicas(self) -> int:

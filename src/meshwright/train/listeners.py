@@ -55,6 +55,11 @@ class Listeners:
         self.of_state = [type(callback).__name__ for callback in others]
         self._bar = _Bar(self._end)
 
+    @property
+    def wants_each(self) -> bool:
+        """Whether the numbers of every batch are wanted."""
+        return bool(self.of_numbers)
+
     def before_batch(self, original: Any, callbacks: Any, step: int) -> None:
         """Takes the place of Keras' calls of all callbacks before a batch."""
         if self.of_state:

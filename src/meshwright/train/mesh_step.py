@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
-from meshwright.data.resident import ArraysInMemory, Placeable, Stretch
+from meshwright.data.resident import ArraysInMemory, Placeable, Shapes, Stretch
 from meshwright.devices.start import user_line
 from meshwright.devices.step import (
     StepCheck,
@@ -26,11 +26,11 @@ from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
+from meshwright.train.ahead import Ahead
 from meshwright.train.listeners import Logs
 from meshwright.train.pure_step import pure
 from meshwright.train.stretches import (
     SMALL_STEP_FLOPS,
-    Shapes,
     put_whole,
     run_steps,
     take_batch,
@@ -71,9 +71,11 @@ class MeshStep:
         self._check = StepCheck(model, step.__name__)
         self._state = StepState(model)
         self._newest: Any = None
+        self._newest_shardings: Shardings = ()
         self._has_run = False
         self.giving_back = self._state.giving_back
         self._program = cache(self._make_program)
+        self._ahead = Ahead()
         self._trace = cache(self._make_trace)
         self._stretch_program = cache(self._make_stretch_program)
 
@@ -82,8 +84,8 @@ class MeshStep:
         batch = data if isinstance(data, PlacedBatch) else self.put(data)
         cut = self._cut(batch.size)
         self._warn_of_idle_devices(cut)
-        state = self._lay_out(state)
-        program = self._program(cut, self._shardings(len(state)))
+        state, shardings = self._lay_out(state)
+        program = self._program(cut, shardings)
         return self._dispatch(program, cut, state, batch.arrays)
 
     def run_stretch(self, state: Any, stretch: Stretch, of_each: bool) -> Any:
@@ -96,10 +98,13 @@ class MeshStep:
         """
         cut = self._cut(stretch.batches.size)
         self._warn_of_idle_devices(cut)
-        state = self._lay_out(state)
+        state, shardings = self._lay_out(state)
         data, batches = self._keep(stretch.data), self._keep(stretch.batches)
-        key = (cut, Shapes.of(data), self._shardings(len(state)))
+        key = (cut, stretch.data.shapes, shardings)
         program = self._stretch_program(*key, stretch.num_steps, of_each)
+        if stretch.rest:
+            self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
+        self._ahead.finish(program)
         first = np.int32(stretch.first)
         logs, state = self._dispatch(program, cut, state, data, batches, first)
         if of_each:
@@ -109,9 +114,33 @@ class MeshStep:
 
     def work(self, data: ArraysInMemory, size: int) -> TracedStep:
         """What a step on a batch of `size` of these arrays does."""
-        num_lists = TRAIN_STATES if self._trains else TEST_STATES
-        shapes = Shapes.of(self._keep(data))
-        return self._trace(self._cut(size), shapes, self._shardings(num_lists))
+        return self._trace(self._cut(size), data.shapes, self._all_shardings())
+
+    def prepare(
+        self,
+        data: ArraysInMemory,
+        size: int,
+        num_batches: int,
+        num_steps: int,
+        of_each: bool,
+    ) -> None:
+        """Begins to compile what `run_stretch` will need, in a thread.
+
+        Arguments:
+            data: The arrays.
+            size: Samples in a batch.
+            num_batches: Batches of this size in an epoch.
+            num_steps: Steps of the stretch.
+            of_each: Whether the logs of each of them are wanted.
+        """
+        shardings, whole = self._all_shardings(), replicated(self._mesh)
+        key = (self._cut(size), data.shapes, shardings)
+        program = self._stretch_program(*key, num_steps, of_each)
+        places = tuple(list(group) for group in shardings)
+        state = jax.tree.map(_placed_shape, self._state_shapes(), places)
+        rows = jax.ShapeDtypeStruct((num_batches, size), np.int32, sharding=whole)
+        arrays = jax.tree.map(lambda leaf: _placed_shape(leaf, whole), data.shapes.tree)
+        self._ahead.start(program, state, arrays, rows, np.int32(0))
 
     def _keep(self, arrays: Placeable) -> Any:
         whole = partial(put_whole, replicated(self._mesh))
@@ -136,8 +165,9 @@ class MeshStep:
     def lower(self, state: Any, data: Any) -> Any:
         """The program for a batch like `data`, ready to be compiled and looked at."""
         batch = self.put(data)
-        program = self._program(self._cut(batch.size), self._shardings(len(state)))
-        return program.lower(self._lay_out(state), batch.arrays)
+        state, shardings = self._lay_out(state)
+        program = self._program(self._cut(batch.size), shardings)
+        return program.lower(state, batch.arrays)
 
     def _cut(self, size: int) -> Microbatches:
         return Microbatches(size, self._plan.accumulate if self._trains else 1)
@@ -162,13 +192,27 @@ class MeshStep:
                 line,
             )
 
-    def _lay_out(self, state: Any) -> Any:
+    def _lay_out(self, state: Any) -> tuple[Any, Shardings]:
+        """The state as it lies on the mesh; what a step has put out does already."""
         if state is self._newest:
-            return state
-        return tuple(
-            [jax.device_put(v, s) for v, s in zip(values, group, strict=True)]
-            for values, group in zip(state, self._shardings(len(state)), strict=True)
+            return state, self._newest_shardings
+        self._newest_shardings = shardings = self._shardings(len(state))
+        laid_out = tuple(
+            [_put(v, s) for v, s in zip(values, group, strict=True)]
+            for values, group in zip(state, shardings, strict=True)
         )
+        return laid_out, shardings
+
+    def _state_shapes(self) -> Any:
+        variables = variables_of(self._model, [()] * self._num_lists)
+        return tuple([_shape_of(v) for v in group] for group in variables)
+
+    def _all_shardings(self) -> Shardings:
+        return self._shardings(self._num_lists)
+
+    @property
+    def _num_lists(self) -> int:
+        return TRAIN_STATES if self._trains else TEST_STATES
 
     def _shardings(self, num_lists: int) -> Shardings:
         whole = replicated(self._mesh)
@@ -186,8 +230,7 @@ class MeshStep:
     def _make_trace(
         self, cut: Microbatches, data: Shapes, shardings: Shardings
     ) -> TracedStep:
-        variables = variables_of(self._model, [()] * len(shardings))
-        state = tuple([_shape_of(v) for v in group] for group in variables)
+        state = self._state_shapes()
         row = jax.ShapeDtypeStruct((cut.size,), np.int32)
         batch = jax.eval_shape(partial(take_batch, cut, self._mesh), data.tree, row)
         return TracedStep.of(self._step_function(cut, shardings), state, batch)
@@ -262,6 +305,16 @@ class MeshStep:
         """Keeps what layers put out split by sample, and weights as they were."""
         split = BatchSplit(size, self._mesh)
         return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+
+
+def _placed_shape(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+
+
+def _put(value: Any, where: NamedSharding) -> Any:
+    # Asking first takes a tenth of the time that JAX takes to find nothing to do.
+    is_there = isinstance(value, jax.Array) and value.sharding == where
+    return value if is_there else jax.device_put(value, where)
 
 
 def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:

@@ -120,6 +120,30 @@ class Pace:
         room = min(_room_on(device, on_host) for device in devices)
         return min(map(int, say_to_all("room for arrays", str(room))))
 
+    def prepare_validation(
+        self, data: ArraysInMemory, num_steps: int | None, callbacks: Any
+    ) -> None:
+        """Begins to compile what `evaluate` will need inside of `fit`, in threads.
+
+        Arguments:
+            data: The arrays that will be evaluated.
+            num_steps: On how many batches, if not on all.
+            callbacks: Those of `fit`.
+        """
+        later = Pace(self._model, "evaluate", self._mesh, self._resident)
+        later.listen(callbacks)
+        if not later.keeps(data):
+            return
+        self._model.make_test_function()
+        step, of_each = self._model.test_function.guarded, later.listeners.wants_each
+        num_whole, size = data.num_whole_batches, data.batch_size
+        num_steps = num_steps or num_whole + 1
+        if num_whole:
+            length = later.choose_length(data, size, min(num_steps, num_whole))
+            step.prepare(data, size, num_whole, length, of_each)
+        if data.rest and num_steps > num_whole:
+            step.prepare(data, data.rest, 1, 1, of_each)
+
     def choose_length(self, data: ArraysInMemory, size: int, num_left: int) -> int:
         """How many of the steps that are left are dispatched together."""
         function = getattr(self._model, _FUNCTIONS[self._verb])

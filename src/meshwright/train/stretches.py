@@ -1,7 +1,6 @@
 """Several steps as one program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
@@ -22,26 +21,6 @@ took 22.9, 17.7 and 17.5 µs a step with 1, 4 and 8 of them.
 
 SMALL_STEP_FLOPS = 10**8
 """Steps up to this size are unrolled; for others the gain is not worth compiling it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """The shapes and types of a tree of arrays, as something to remember things by."""
-
-    structure: Any
-    leaves: tuple[tuple[tuple[int, ...], Any], ...]
-
-    @classmethod
-    def of(cls, arrays: Any) -> "Shapes":
-        """Those of some arrays."""
-        leaves, structure = jax.tree.flatten(arrays)
-        return cls(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-
-    @property
-    def tree(self) -> Any:
-        """The tree, with shapes in place of the arrays."""
-        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
 
 
 def put_whole(where: NamedSharding, array: Any) -> jax.Array:

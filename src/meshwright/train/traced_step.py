@@ -1,6 +1,7 @@
 """A step that was traced once, to be looked at and put into programs."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from meshwright.models.work import count_flops
@@ -39,7 +40,7 @@ class TracedStep:
         same = before == [(x.shape, x.dtype) for x in jax.tree.leaves(after)]
         return cls(program, logs, same)
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """Its floating point operations."""
         return count_flops(self.program)

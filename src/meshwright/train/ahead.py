@@ -1,0 +1,37 @@
+"""Programs that are compiled in threads, ahead of their first call."""
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import Any
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="meshwright-compile")
+
+
+class Ahead:
+    """Compiles programs while something else goes on."""
+
+    def __init__(self) -> None:
+        self._started: dict[Any, Future[Any]] = {}
+
+    def start(self, program: Any, *shapes: Any) -> None:
+        """Begins to compile a function under `jax.jit`, once.
+
+        Arguments:
+            program: The function.
+            shapes: Shapes, types and placements of its arguments. The call finds what
+                was compiled if its arguments are like them.
+        """
+        if program not in self._started:
+            compiling = _threads().submit(lambda: program.lower(*shapes).compile())
+            self._started[program] = compiling
+
+    def finish(self, program: Any) -> None:
+        """Waits for a program that is being compiled, if it is.
+
+        One that could not be compiled says so again when it is called.
+        """
+        if program in self._started:
+            wait([self._started[program]])
