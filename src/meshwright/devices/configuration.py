@@ -1,6 +1,5 @@
 """`meshwright.configure`: settings that take effect at once, or say why they cannot."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from meshwright.devices.settings import (
     current_settings,
     keep_settings,
     parse_virtual,
-    settings_from_environment,
 )
 from meshwright.devices.sizes import parse_bytes
 from meshwright.devices.start import RuntimeSettings
@@ -83,20 +81,16 @@ def configure(
         else _parse_growth(memory_growth),
     )
     call = ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
-    _apply(settings, f"configure({call})")
+    apply(settings, f"configure({call})")
 
 
-def configure_from_environment() -> None:
-    """Applies what the environment variables ask for, once, at import."""
-    # CUDA numbers the fastest GPU first by default, NVML goes by the bus; names must
-    # mean the same GPU to both.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    settings = settings_from_environment(os.environ)
-    if settings != Settings():
-        _apply(settings, "MESHWRIGHT_VIRTUAL")
+def apply(settings: Settings, source: str) -> None:
+    """Puts settings into force.
 
-
-def _apply(settings: Settings, source: str) -> None:
+    Arguments:
+        settings: All of them.
+        source: Who asks for them, for the error message.
+    """
     # Listing under the new settings also checks the names in `visible`.
     wanted = _runtime_settings(settings, list_devices(settings))
     if not wanted.are_in_force():
