@@ -3,11 +3,13 @@
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
+from meshwright.devices.compile_cache import start_compile_cache
 from meshwright.devices.settings import (
     ENVIRONMENT_VARIABLE,
-    Settings,
+    keep_settings,
     settings_from_environment,
 )
 from meshwright.devices.start import watch_start
@@ -49,9 +51,10 @@ def _configure_from_environment() -> None:
     # CUDA numbers the fastest GPU first by default, NVML goes by the bus; names must
     # mean the same GPU to both.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    settings = settings_from_environment(os.environ)
-    if settings != Settings():
-        # Configuring needs more of the house than an import should load.
+    settings = start_compile_cache(settings_from_environment(os.environ))
+    keep_settings(replace(settings, virtual=None))
+    if settings.virtual is not None:
+        # Devices need more of the house than an import should load.
         from meshwright.devices.configuration import apply
 
         apply(settings, ENVIRONMENT_VARIABLE)
