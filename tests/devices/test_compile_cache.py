@@ -184,15 +184,18 @@ def test_a_folder_that_jax_was_told_of_stays(
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_cache_that_jax_was_told_to_leave_off_stays_off(
+def test_a_cache_that_jax_was_told_to_leave_off_stays_off_until_it_is_asked_for(
     run_script: Run, tmp_path: Path
 ) -> None:
-    run_script(
-        "import meshwright\n",
-        JAX_ENABLE_COMPILATION_CACHE="0",
-        **elsewhere(tmp_path / "none"),
-    )
+    script = "import jax\nimport meshwright as mw\n{}\njax.jit(lambda x: x + 1)(1)\n"
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "0", **elsewhere(tmp_path / "none")}
+    run_script(script.format(""), **environment)
     assert not (tmp_path / "none").exists()
+    asked = tmp_path / "asked"
+    run_script(
+        script.format(f"mw.configure(compile_cache={str(asked)!r})"), **environment
+    )
+    assert entries_of(asked), "whoever asks Meshwright for it has it"
 
 
 def test_small_programs_are_kept_unless_jax_was_told_otherwise(

@@ -93,6 +93,7 @@ def use_compile_cache(settings: Settings) -> None:
     if _State.cache.is_broken:
         _warn(_State.cache.because)
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
+    jax.config.update("jax_enable_compilation_cache", True)
     if has_started():
         # JAX keeps the folder of its first compilation until it is told.
         from jax.experimental.compilation_cache import compilation_cache
