@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-for variable in ("MESHWRIGHT_VIRTUAL", "MESHWRIGHT_CATALOG", "KERAS_BACKEND"):
-    os.environ.pop(variable, None)
+for variable in [*os.environ]:
+    if variable.startswith("MESHWRIGHT_") or variable == "KERAS_BACKEND":
+        del os.environ[variable]
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 
 import meshwright as mw  # noqa: E402

@@ -161,6 +161,61 @@ def test_importing_starts_no_device_and_loads_nothing_heavy(run_script: Run) -> 
     )
 
 
+def test_an_import_loads_jax_and_the_ground_floor_and_nothing_else(
+    run_script: Run,
+) -> None:
+    run_script(
+        "import sys\n"
+        "import jax\n"
+        "before = set(sys.modules)\n"
+        "import meshwright\n"
+        "new = set(sys.modules) - before\n"
+        "others = {m for m in new if m.split('.')[0] != 'meshwright'}\n"
+        "assert not others, others\n"
+        "rooms = {m.split('.')[1] for m in new if '.' in m}\n"
+        "assert rooms == {'errors', 'devices'}, rooms\n"
+        "assert not [m for m in new if m.endswith('hooks')], new\n"
+    )
+
+
+def test_names_that_are_imported_on_first_use_are_those_that_type_checkers_see() -> (
+    None
+):
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    (seen,) = (
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = {
+        alias.name: node.module
+        for node in seen
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    homes = {name: f"meshwright.{home}" for name, home in mw._HOMES.items()}
+    assert homes == imports
+    assert {*homes, "devices", "errors"} == set(mw.__all__)
+
+
+def test_every_public_name_can_be_had_in_every_way(run_script: Run) -> None:
+    done = run_script(
+        "from meshwright import *\n"
+        "from meshwright import FSDP, verify\n"
+        "import meshwright as mw\n"
+        "assert callable(mw.devices) and mw.FSDP is FSDP and mw.verify is verify\n"
+        "assert all(name in globals() for name in mw.__all__)\n"
+        "assert dir(mw) == sorted(mw.__all__)\n"
+        "help(mw)\n"
+        "mw.no_such_name\n",
+        status=1,
+    )
+    assert "class Mirrored(" in done.stdout, "help shows what stands behind the names"
+    assert done.stderr.endswith(
+        "AttributeError: module 'meshwright' has no attribute 'no_such_name'\n"
+    )
+
+
 def test_dependencies_are_few_and_none_of_them_is_a_rival_framework() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[\[<>=]", d)[0] for d in project["dependencies"]}

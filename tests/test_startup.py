@@ -42,6 +42,11 @@ def test_keras_that_is_loaded_on_another_backend_is_an_error(run_script: Run) ->
     ]
 
 
+def test_a_script_is_stopped_by_an_environment_that_cannot_be(run_script: Run) -> None:
+    done = run_script("import meshwright\n", status=1, MESHWRIGHT_VIRTUAL="bogus")
+    assert "ConfigurationError: MESHWRIGHT_VIRTUAL received 'bogus'" in done.stderr
+
+
 def test_gpus_are_numbered_as_the_driver_does(run_script: Run) -> None:
     run_script(
         "import os, meshwright\n"

@@ -3,36 +3,39 @@
     import meshwright as mw
     mw.devices()
 
-Importing it starts no device; see `meshwright.devices.startup` for what it does.
+Importing it starts no device; see `meshwright.devices.startup` for what it does. What
+stands behind a public name is imported when the name is first used.
 """
 
 from typing import TYPE_CHECKING
 
 from meshwright import errors
-from meshwright.cluster.identity import process_count, process_index
-from meshwright.devices.configuration import configure
-from meshwright.devices.device import Device
+
+# The function has the name of a room, and takes its place.
 from meshwright.devices.discovery import devices
-from meshwright.devices.placement import (
-    device,
-    set_placement_log,
-    set_soft_placement,
-)
 from meshwright.devices.startup import start_up
-from meshwright.devices.table import placement
-from meshwright.parallel.plan import Plan
-from meshwright.strategies.distribute import distribute
-from meshwright.strategies.names import (
-    FSDP,
-    Hybrid,
-    Mirrored,
-    Single,
-    TensorParallel,
-)
-from meshwright.strategies.verification import verify
-from meshwright.train.learning_rate import scaled_lr
 
 if TYPE_CHECKING:
+    from meshwright.cluster.identity import process_count, process_index
+    from meshwright.devices.configuration import configure
+    from meshwright.devices.device import Device
+    from meshwright.devices.placement import (
+        device,
+        set_placement_log,
+        set_soft_placement,
+    )
+    from meshwright.devices.table import placement
+    from meshwright.parallel.plan import Plan
+    from meshwright.strategies.distribute import distribute
+    from meshwright.strategies.names import (
+        FSDP,
+        Hybrid,
+        Mirrored,
+        Single,
+        TensorParallel,
+    )
+    from meshwright.strategies.verification import verify
+    from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.warmup import Warmup
 
 start_up()
@@ -63,15 +66,38 @@ __all__ = [
     "verify",
 ]
 
+# Where the names live that are imported on first use; as above, for type checkers.
+_HOMES = {
+    "FSDP": "strategies.names",
+    "Device": "devices.device",
+    "Hybrid": "strategies.names",
+    "Mirrored": "strategies.names",
+    "Plan": "parallel.plan",
+    "Single": "strategies.names",
+    "TensorParallel": "strategies.names",
+    "Warmup": "train.warmup",
+    "configure": "devices.configuration",
+    "device": "devices.placement",
+    "distribute": "strategies.distribute",
+    "placement": "devices.table",
+    "process_count": "cluster.identity",
+    "process_index": "cluster.identity",
+    "scaled_lr": "train.learning_rate",
+    "set_placement_log": "devices.placement",
+    "set_soft_placement": "devices.placement",
+    "verify": "strategies.verification",
+}
+
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> type:
-        # A subclass of one of Keras' classes; Keras is imported when it is asked for.
-        if name == "Warmup":
-            from meshwright.train.warmup import Warmup
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+        from importlib import import_module
 
-            return Warmup
-        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+        found = getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

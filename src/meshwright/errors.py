@@ -19,6 +19,7 @@
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
     MeshwrightWarning             (UserWarning)
+    ├── CompileCacheWarning                       compiled programs cannot be kept
     ├── PlacementWarning                          a device was replaced by another
     └── BatchWarning                              a batch leaves devices without work
 
@@ -174,6 +175,10 @@ class UnsupportedVersionError(MeshwrightError, RuntimeError):
 
 class MeshwrightWarning(UserWarning):
     """Base of all warnings."""
+
+
+class CompileCacheWarning(MeshwrightWarning):
+    """A folder in which compiled programs were to be kept, and cannot be."""
 
 
 class PlacementWarning(MeshwrightWarning):

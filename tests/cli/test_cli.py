@@ -116,6 +116,39 @@ def test_errors_are_three_lines_and_carry_their_exit_code(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+def test_an_error_at_import_is_shown_as_every_other(debug: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", *debug, "devices"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MESHWRIGHT_VIRTUAL": "bogus"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-3:] == [
+        "error: MESHWRIGHT_VIRTUAL received 'bogus' (a str).",
+        "rule: It takes a count from 1 to 1024, or a text with a kind: '8' and 'CPU:8' "
+        "make eight devices of the CPU, 'GPU:4' makes four stand-in GPUs.",
+        "fix: Write, for example, MESHWRIGHT_VIRTUAL='GPU:4'.",
+    ]
+    assert ("Traceback" in done.stderr) == bool(debug)
+
+
+def test_the_installed_command_shows_an_error_at_import_too(tmp_path: Path) -> None:
+    # What installers write for an entry point.
+    command = tmp_path / "meshwright"
+    command.write_text("from meshwright.cli.main import main\nmain()\n")
+    done = subprocess.run(
+        [sys.executable, str(command), "devices"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MESHWRIGHT_VIRTUAL": "bogus"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: MESHWRIGHT_VIRTUAL received 'bogus'")
+
+
 def test_usage_errors_and_internal_errors_and_interrupts_have_their_codes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

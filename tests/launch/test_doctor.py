@@ -10,7 +10,9 @@ import tempfile
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from meshwright.devices.compile_cache import CompileCache
 from meshwright.launch import doctor, loopback
 from meshwright.launch.doctor import FAIL, OK, WARN, Check, Diagnosis
 
@@ -32,7 +34,7 @@ def test_this_machine_is_ready() -> None:
     names = [check.name for check in diagnosis.checks]
     assert names == [
         *("versions", "machine", "devices", "nvml", "runtime"),
-        *("disk", "ports", "proxies", "all-reduce"),
+        *("disk", "cache", "ports", "proxies", "all-reduce"),
     ]
     assert diagnosis.status in (OK, WARN), str(diagnosis)
     assert json.loads(json.dumps(diagnosis.to_json()))["status"] == diagnosis.status
@@ -155,6 +157,42 @@ def test_a_folder_that_cannot_be_written_is_a_failure(
     assert check.status == FAIL
     assert "cannot write here: [Errno 13] Permission denied" in check.detail
     assert check.fix == "change to a folder that you may write to"
+
+
+def test_the_compile_cache_is_shown_with_its_size_or_why_it_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(**known: Any) -> Check:
+        cache = CompileCache(**{"size": None, **known})
+        monkeypatch.setattr(doctor, "current_compile_cache", lambda: cache)
+        return doctor.check_cache()
+
+    (tmp_path / f"jit_step-{'0' * 64}-cache").write_bytes(bytes(2048))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path.parent)
+    check = look(folder=tmp_path, size=2**20, because="the default")
+    assert (check.status, check.fix) == (OK, None)
+    assert check.detail == (
+        "compiled programs take 2.0 KiB of at most 1.0 MiB, entries: 1, in "
+        f"~/{tmp_path.name} (the default)"
+    )
+    monkeypatch.undo()
+    check = look(folder=tmp_path / "new", because="JAX was told so")
+    assert check.detail == (
+        f"compiled programs take 0 B, entries: 0, in {tmp_path / 'new'} "
+        "(JAX was told so)"
+    )
+    check = look(folder=None, because="it was switched off")
+    assert (check.status, check.detail, check.fix) == (
+        OK,
+        "compiled programs are not kept: it was switched off",
+        None,
+    )
+    check = look(folder=None, because="/x cannot be used: hm", is_broken=True)
+    assert (check.status, check.detail, check.fix) == (
+        WARN,
+        "compiled programs are not kept: /x cannot be used: hm",
+        "set MESHWRIGHT_COMPILE_CACHE to a folder that can be written to",
+    )
 
 
 def test_a_closed_loopback_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

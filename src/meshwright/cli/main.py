@@ -7,6 +7,7 @@ from meshwright import __version__
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
+from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
 import click
@@ -17,6 +18,7 @@ import click
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
     """Train one Keras model on many devices."""
+    raise_held_error()
 
 
 for _verb in (demo, devices, doctor):

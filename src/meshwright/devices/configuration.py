@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.devices import start
+from meshwright.devices.compile_cache import use_compile_cache
 from meshwright.devices.device import Device
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.keras_hooks import install_keras_hooks
@@ -15,8 +16,8 @@ from meshwright.devices.settings import (
     Settings,
     current_settings,
     keep_settings,
+    parse_compile_cache,
     parse_virtual,
-    settings_from_environment,
 )
 from meshwright.devices.sizes import parse_bytes
 from meshwright.devices.start import RuntimeSettings
@@ -34,6 +35,8 @@ def configure(
     virtual: int | str | None = None,
     memory_limit: int | str | None = None,
     memory_growth: bool | None = None,
+    compile_cache: str | os.PathLike[str] | None = None,
+    compile_cache_size: int | str | None = None,
 ) -> None:
     """Sets up the devices of this process; what is left out stays as it is.
 
@@ -53,6 +56,13 @@ def configure(
             that needs more is refused before it runs.
         memory_growth: True takes GPU memory as it is needed, False takes it at once.
             It can be combined with `memory_limit`. CPUs always grow.
+        compile_cache: Where compiled programs are kept for the next start: `'on'`
+            (the default: the user's folder for caches), `'off'`, or a folder. This
+            can change at any time. The environment variable MESHWRIGHT_COMPILE_CACHE
+            does the same.
+        compile_cache_size: Bytes, or a text such as `'2GiB'` (the default), that these
+            programs may take; the environment variable MESHWRIGHT_COMPILE_CACHE_SIZE
+            does the same.
 
     Raises:
         ConfigurationError: A value has the wrong type or does not exist.
@@ -69,6 +79,8 @@ def configure(
         "virtual": virtual,
         "memory_limit": memory_limit,
         "memory_growth": memory_growth,
+        "compile_cache": compile_cache,
+        "compile_cache_size": compile_cache_size,
     }
     settings = Settings(
         visible=before.visible if visible is None else _parse_visible(visible),
@@ -81,32 +93,41 @@ def configure(
         memory_growth=before.memory_growth
         if memory_growth is None
         else _parse_growth(memory_growth),
+        compile_cache=before.compile_cache
+        if compile_cache is None
+        else parse_compile_cache(compile_cache, "compile_cache"),
+        compile_cache_size=before.compile_cache_size
+        if compile_cache_size is None
+        else parse_bytes(compile_cache_size, "compile_cache_size"),
     )
     call = ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
-    _apply(settings, f"configure({call})")
+    apply(settings, f"configure({call})")
 
 
-def configure_from_environment() -> None:
-    """Applies what the environment variables ask for, once, at import."""
-    # CUDA numbers the fastest GPU first by default, NVML goes by the bus; names must
-    # mean the same GPU to both.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    settings = settings_from_environment(os.environ)
-    if settings != Settings():
-        _apply(settings, "MESHWRIGHT_VIRTUAL")
+def apply(settings: Settings, source: str) -> None:
+    """Puts settings into force.
 
-
-def _apply(settings: Settings, source: str) -> None:
+    Arguments:
+        settings: All of them.
+        source: Who asks for them, for the error message.
+    """
     # Listing under the new settings also checks the names in `visible`.
     wanted = _runtime_settings(settings, list_devices(settings))
     if not wanted.are_in_force():
         if start.has_started():
             _stop_runtime(source)
         wanted.write()
+    before = current_settings()
     keep_settings(settings)
+    if _cache_of(settings) != _cache_of(before):
+        use_compile_cache(settings)
     if settings.memory_limit is not None:
         install_keras_hooks()
     _warn_of_hidden_gpus(settings)
+
+
+def _cache_of(settings: Settings) -> tuple[str | None, int | None]:
+    return settings.compile_cache, settings.compile_cache_size
 
 
 def _runtime_settings(settings: Settings, listed: list[Device]) -> RuntimeSettings:

@@ -13,8 +13,6 @@ from meshwright.devices.settings import Settings, current_settings
 from meshwright.devices.start import num_cpu_devices
 from meshwright.errors import ConfigurationError
 
-import psutil
-
 
 def devices(kind: str | None = None) -> list[Device]:
     """Lists the devices that this process may use; starts and claims nothing.
@@ -154,6 +152,8 @@ def _stand_in_gpu(index: int) -> Device:
 
 
 def _cpu(index: int) -> Device:
+    import psutil
+
     return Device(
         name=f"/device:CPU:{index}",
         kind="CPU",
@@ -171,6 +171,8 @@ def _host() -> str:
 
 @cache
 def _cpu_model() -> str:
+    import psutil
+
     cores = psutil.cpu_count() or 1
     return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
 

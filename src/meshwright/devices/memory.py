@@ -1,5 +1,6 @@
 """What a compiled step needs on one device, and the limit it must keep."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -117,16 +118,34 @@ def refuse_over_limit(
     """
     has_trials = jax.default_backend() == "gpu"
     if has_trials:
-        untried = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+        with _own_names():
+            untried = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
         memory = StepMemory.of(untried, labels)
         _compare(memory, limit, what, batch_size)
     try:
-        compiled = lowered.compile()
+        with _own_names():
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not (has_trials and is_out_of_memory(error)):
             raise
         _refuse_trials(memory, limit, what, batch_size, error)
     _compare(StepMemory.of(compiled, labels), limit, what, batch_size)
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Keeps programs of the compile cache away that carry names of other layers.
+
+    To JAX a program is the same whatever its operations are called, so it would load
+    the one that a model with the same shapes and other names left behind.
+    """
+    flag = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
 
 
 def is_out_of_memory(error: Exception) -> bool:

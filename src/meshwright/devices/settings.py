@@ -1,13 +1,17 @@
 """What the user asked for: one value for the whole process, and how it is spelled."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.devices.sizes import is_count
+from meshwright.devices.sizes import is_count, parse_bytes
 from meshwright.errors import ConfigurationError
 
 ENVIRONMENT_VARIABLE = "MESHWRIGHT_VIRTUAL"
+CACHE_VARIABLE = "MESHWRIGHT_COMPILE_CACHE"
+CACHE_SIZE_VARIABLE = "MESHWRIGHT_COMPILE_CACHE_SIZE"
+CACHE_ON, CACHE_OFF = "on", "off"
 MOST_VIRTUAL_DEVICES = 1024
 
 _VIRTUAL = re.compile(r"(?:(?P<kind>CPU|GPU):)?(?P<count>\d{1,9})", re.IGNORECASE)
@@ -33,6 +37,10 @@ class Settings:
     """Bytes that a step may use on each device."""
     memory_growth: bool | None = None
     """True: GPU memory is taken as it is needed; False: at once."""
+    compile_cache: str | None = None
+    """`'on'`, `'off'`, or the absolute path of its folder."""
+    compile_cache_size: int | None = None
+    """Bytes that the folder may take."""
 
 
 class _Holder:
@@ -73,9 +81,37 @@ def parse_virtual(value: int | str, source: str) -> Virtual:
     return Virtual((match["kind"] or "CPU").upper(), int(match["count"]))
 
 
+def parse_compile_cache(value: str | os.PathLike[str], source: str) -> str:
+    """Reads where the compile cache shall be.
+
+    Arguments:
+        value: `'on'`, `'off'` or a folder.
+        source: Where it was written, for the error message.
+
+    >>> parse_compile_cache("off", "compile_cache")
+    'off'
+    >>> parse_compile_cache("/scratch/programs", "compile_cache")
+    '/scratch/programs'
+    """
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigurationError(
+            f"{source} received {value!r} (a {type(value).__name__}).",
+            "It takes 'on' (the folder for caches of this user), 'off', or a folder.",
+            f"Write, for example, {source}='/scratch/compiled'.",
+        )
+    if value in (CACHE_ON, CACHE_OFF):
+        return str(value)
+    return os.path.abspath(os.path.expanduser(value))
+
+
 def settings_from_environment(environment: Mapping[str, str]) -> Settings:
     """The settings that environment variables ask for."""
-    asked = environment.get(ENVIRONMENT_VARIABLE)
-    if not asked:
-        return Settings()
-    return Settings(virtual=parse_virtual(asked, ENVIRONMENT_VARIABLE))
+    virtual, place, size = (
+        environment.get(name)
+        for name in (ENVIRONMENT_VARIABLE, CACHE_VARIABLE, CACHE_SIZE_VARIABLE)
+    )
+    return Settings(
+        virtual=parse_virtual(virtual, ENVIRONMENT_VARIABLE) if virtual else None,
+        compile_cache=parse_compile_cache(place, CACHE_VARIABLE) if place else None,
+        compile_cache_size=parse_bytes(size, CACHE_SIZE_VARIABLE) if size else None,
+    )

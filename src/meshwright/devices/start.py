@@ -20,7 +20,6 @@ from typing import Any, Self
 from meshwright.devices.sizes import format_bytes
 
 import jax
-import jax.extend.backend
 
 # JAX has no public question for "has the runtime started?" nor a public way to be
 # told; the few names used here have been stable from 0.4 to 0.12, and the tests watch
@@ -112,6 +111,8 @@ def start_place() -> str:
 
 def stop() -> None:
     """Gives the devices back; JAX starts again when it is next used."""
+    import jax.extend.backend
+
     jax.extend.backend.clear_backends()
     # Cycles may still hold the old client, and with it the memory of a GPU.
     gc.collect()
@@ -128,6 +129,8 @@ def living_arrays() -> list[str]:
     """The arrays that live on the devices, in words; empty before the start."""
     if not has_started():
         return []
+    import jax.extend.backend
+
     gc.collect()
     clients = jax.extend.backend.backends().values()
     arrays = [array for client in clients for array in client.live_arrays()]

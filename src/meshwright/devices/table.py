@@ -18,8 +18,6 @@ from meshwright.errors import PlacementError
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +43,9 @@ class PlacementTable(tuple[PlacementRow, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(box=None, pad_edge=False, show_edge=False)
         for heading in ("layer", "variable", "shape", "shard"):
             table.add_column(heading, overflow="fold")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from meshwright.devices.compile_cache import current_compile_cache, entries_of
 from meshwright.devices.discovery import devices
 from meshwright.devices.nvidia import read_nvml
 from meshwright.devices.sizes import format_bytes
@@ -97,6 +98,7 @@ def diagnose() -> Diagnosis:
         check_nvml,
         check_runtime,
         check_disk,
+        check_cache,
         check_port,
         check_proxies,
         check_all_reduce,
@@ -223,6 +225,36 @@ def check_disk() -> Check:
         f"in {took * 1000:.0f} ms",
         fix=None if free >= _LITTLE_DISK else "make room: checkpoints need it",
     )
+
+
+def check_cache() -> Check:
+    """Whether compiled programs are kept for the next start, and where."""
+    kept = current_compile_cache()
+    if kept.folder is None:
+        return Check(
+            name="cache",
+            status=WARN if kept.is_broken else OK,
+            detail=f"compiled programs are not kept: {kept.because}",
+            fix="set MESHWRIGHT_COMPILE_CACHE to a folder that can be written to"
+            if kept.is_broken
+            else None,
+        )
+    entries = entries_of(kept.folder)
+    size = format_bytes(sum(entry.bytes for entry in entries))
+    bound = f" of at most {format_bytes(kept.size)}" if kept.size else ""
+    return Check(
+        name="cache",
+        status=OK,
+        detail=f"compiled programs take {size}{bound}, entries: {len(entries)}, in "
+        f"{_without_home(kept.folder)} ({kept.because})",
+    )
+
+
+def _without_home(folder: Path) -> str:
+    try:
+        return f"~/{folder.relative_to(Path.home()).as_posix()}"
+    except (ValueError, RuntimeError):
+        return str(folder)
 
 
 def check_port() -> Check:
