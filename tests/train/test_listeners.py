@@ -38,7 +38,7 @@ def fit(model: keras.Model, **options: Any) -> dict[str, list[float]]:
     return history
 
 
-class Watch(CALLBACKS.Callback):
+class Watch(keras.callbacks.Callback):
     """Notes every batch."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AsyncWatch(Watch):
     async_safe = True
 
 
-class StopAtThree(CALLBACKS.Callback):
+class StopAtThree(keras.callbacks.Callback):
     """Stops in the middle of an epoch, and looks at the weights there."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

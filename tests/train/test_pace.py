@@ -48,7 +48,8 @@ def test_small_arrays_stay_on_the_devices() -> None:
 
 def test_streams_come_from_the_host() -> None:
     batches = ((X[start : start + 8], Y[start : start + 8]) for start in (0, 8))
-    assert fit_reason(make_strategy(), batches, shuffle=False) == [
+    options = {"shuffle": False, "steps_per_epoch": 2}
+    assert fit_reason(make_strategy(), batches, **options) == [
         "Batches come from the host: the data is not arrays in memory."
     ]
 

@@ -18,6 +18,7 @@ from meshwright.parallel.per_replica import (
     num_replicas,
 )
 from meshwright.parallel.plan import AXES
+from meshwright.parallel.turns import run_in_turn
 from meshwright.strategies.replica_context import as_one_replica, refuse_inside_replica
 
 import jax
@@ -72,7 +73,8 @@ def run(
         outputs = compile_for_replicas(fn, mesh)(inputs)
     else:
         # An object that has no hash is known by its method, which has one.
-        outputs = program(fn.__call__ if fn.__hash__ is None else fn)(inputs)
+        compiled = program(fn.__call__ if fn.__hash__ is None else fn)
+        outputs = run_in_turn(mesh, compiled, inputs)
     return jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, _Plain) else leaf,
         outputs,

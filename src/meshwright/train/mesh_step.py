@@ -25,6 +25,7 @@ from meshwright.parallel.batch import BatchSplit, PlacedBatch
 from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
+from meshwright.parallel.turns import run_in_turn
 from meshwright.train.accumulation import accumulated_step
 from meshwright.train.ahead import Ahead
 from meshwright.train.listeners import Logs
@@ -148,7 +149,7 @@ class MeshStep:
 
     def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
         self._check.look(program, (state, *rest), cut.size)
-        outputs, state = program(state, *rest)
+        outputs, state = run_in_turn(self._mesh, program, state, *rest)
         self._newest = state
         return outputs, self._state.keep(state)
 

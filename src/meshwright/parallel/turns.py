@@ -1,0 +1,60 @@
+"""Programs over several CPU devices of one process run one after the other.
+
+These devices share one pool of threads. If two programs are under way, all threads may
+be waiting in the collectives of one for devices whose turn in the other needs a thread,
+and nothing moves any more: XLA ends the process after 40 s. It was seen with plain JAX
+0.10 to 0.12 and two devices, as soon as matrices are large enough to be multiplied by
+several threads. A program that begins when the one before is done cannot get there.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ReferenceType, ref
+
+import jax
+from jax.sharding import Mesh
+
+
+class _Turn:
+    """The newest program that takes turns."""
+
+    def __init__(self) -> None:
+        # Devices can be set up anew only when no array lives.
+        self._outputs: list[ReferenceType[jax.Array]] = []
+
+    def keep(self, outputs: Any) -> None:
+        """Remembers what a program returned, which may still be computed."""
+        leaves = jax.tree.leaves(outputs)
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        self._outputs = [ref(x) for x in arrays if not isinstance(x, jax.core.Tracer)]
+
+    def wait(self) -> None:
+        """Waits until the program is done."""
+        for output in self._outputs:
+            array = output()
+            # What was donated to a later program was ready before that began.
+            if array is not None and not array.is_deleted():
+                array.block_until_ready()
+                return  # all are ready at the same time
+
+
+_newest = _Turn()
+_lock = threading.Lock()
+
+
+def run_in_turn(mesh: Mesh, program: Callable[..., Any], *args: Any) -> Any:
+    """Calls a program over a mesh, after the one before if the devices want it."""
+    if not needs_turns(mesh):
+        return program(*args)
+    with _lock:
+        _newest.wait()
+        outputs = program(*args)
+        _newest.keep(outputs)
+    return outputs
+
+
+def needs_turns(mesh: Mesh) -> bool:
+    """Whether devices of a mesh share a pool of threads."""
+    local = mesh.local_devices
+    return len(local) > 1 and local[0].platform == "cpu"
