@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -182,16 +183,15 @@ class Running:
 
     def __init__(self, contender: Contender, patience: float = PATIENCE_SECONDS):
         script = HERE / "contenders" / contender.script
-        self.timing = Timing(
-            name=contender.name,
-            command=[contender.python, str(script), *contender.arguments],
-        )
+        command = [contender.python, str(script), *contender.arguments]
+        shown = [_without_folders(word) for word in command[:2]]
+        self.timing = Timing(name=contender.name, command=[*shown, *command[2:]])
         self._patience = patience
         self._folder = tempfile.TemporaryDirectory()
         self._stderr = Path(self._folder.name, "stderr")
         with self._stderr.open("w") as stderr:
             self._process = subprocess.Popen(
-                self.timing.command,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -240,12 +240,13 @@ class Running:
     def stop(self) -> None:
         """Ends it; what does not end by itself is killed with its children."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0 if self.timing.error else 20)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
         self._listener.join()
         self._folder.cleanup()
 
@@ -262,6 +263,12 @@ class Running:
         self._process.wait()
         status = self._process.returncode
         return last_line(self._stderr.read_text()) or f"ended with status {status}"
+
+
+def _without_folders(path: str) -> str:
+    """A path as seen from the root of the project; of others the name alone."""
+    root, found = HERE.parent, Path(path)
+    return str(found.relative_to(root)) if found.is_relative_to(root) else found.name
 
 
 def last_line(text: str) -> str:
@@ -407,8 +414,7 @@ def write_results(
         ],
     }
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(record, indent=1).replace(str(HERE.parent) + os.sep, "")
-    stem.with_suffix(".json").write_text(text + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     stem.with_suffix(".md").write_text(report(suite, outcomes, settings))
     return stem.with_suffix(".md")
 

@@ -108,7 +108,7 @@ def batches(job: Job, x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
         yield x[chosen], y[chosen]
 
 
-def keras_model(job: Job, **compile_options: Any) -> Any:
+def keras_model(job: Job) -> Any:
     """The job's model, compiled, on whichever backend Keras has."""
     import keras
 
@@ -119,7 +119,6 @@ def keras_model(job: Job, **compile_options: Any) -> Any:
         optimizer=keras.optimizers.Adam(LEARNING_RATE),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
-        **compile_options,
     )
     return model
 

@@ -88,7 +88,6 @@ def options_of() -> Any:
     parser.add_argument("--precision", default=None)
     parser.add_argument("--generator", action="store_true", help="streamed input")
     parser.add_argument("--silent", action="store_true", help="no bar, no callback")
-    parser.add_argument("--jit-compile", choices=("auto", "no"), default="auto")
     parser.add_argument("--test", action="store_true", help="also the test accuracy")
     parser.add_argument("--pinned", action="store_true", help="to one core each")
     parser.add_argument("--processes", type=int, default=1)
@@ -141,9 +140,8 @@ def train(options: Any, follower: Follower | None = None) -> None:
 
     if options.strategy == "stock" and options.precision == "bfloat16":
         keras.config.set_dtype_policy("mixed_bfloat16")
-    jit_compile = {"auto": "auto", "no": False}[options.jit_compile]
     with scope:
-        model = keras_model(job, jit_compile=jit_compile)
+        model = keras_model(job)
     x, y = load(job, options.data)
     log = Path(tempfile.mkdtemp()) / f"{os.getpid()}.csv"
 

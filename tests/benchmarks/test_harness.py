@@ -92,6 +92,7 @@ def test_contenders_take_turns_and_the_reference_has_a_twin() -> None:
     found = harness.run_comparison(comparison, repeats=3)
     assert [timing.seconds for timing in found.timings] == [[1.0] * 3, [0.25] * 3]
     assert found.twin.seconds == [1.0] * 3
+    assert found.timings[1].command[1:] == ["tests/benchmarks/toy.py", "0.25"]
     facts = found.timings[1].facts
     assert (facts["steps"], facts["first_seconds"]) == (10, 0.25)
     rows = harness.table(found).splitlines()
