@@ -7,8 +7,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+BENCH ?=
 
-.PHONY: help demo test test-py312 check format bench soak clean
+.PHONY: help demo test test-py312 check format bench bench-peers soak clean
 .DEFAULT_GOAL := help
 
 help:           ## list the targets
@@ -44,11 +45,14 @@ format: $(STAMP) ## rewrite the sources as the formatter wants them
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## measurements, as ratios of interleaved runs
-	@$(BIN)/python benchmarks/run.py
+bench: $(STAMP) ## measurements of all suites, or of BENCH="fit mesh"
+	@$(BIN)/python benchmarks/run.py $(BENCH)
+
+bench-peers: $(STAMP) ## the same job on TensorFlow and PyTorch, side by side
+	@$(BIN)/python benchmarks/peers.py
 
 soak: $(STAMP)  ## the long tests
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 clean:          ## remove environments and caches
-	rm -rf .venv .venv-py312 .cache .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-py312 .venv-tf .venv-torch .cache .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,89 @@
+"""What is promised for one NVIDIA H200: `python benchmarks/h200.py`, 6 minutes.
+
+Needs JAX with CUDA and Keras. `--small` goes through the same on a CPU.
+"""
+
+import os
+from typing import Any
+
+from harness import Bar, Comparison, Contender
+from run import options_of, run_suite
+
+
+def comparisons(is_small: bool) -> list[Comparison]:
+    """The reference job in two precisions, the tiny network, and a second start."""
+    return [
+        *(
+            reference_job(*row, is_small)
+            for row in (("bfloat16", 0.62), ("float32", 0.9))
+        ),
+        tiny_network(is_small),
+        starts(is_small),
+    ]
+
+
+def reference_job(precision: str, seconds: float, is_small: bool) -> Comparison:
+    """5 epochs of 60,000 in batches of 256; the test accuracy is that after 5."""
+    samples = "512" if is_small else "60000"
+    job = ["--job", "cnn", "--samples", samples, "--epochs", "5", "--test"]
+    job += ["--precision", precision]
+    contenders = [
+        Contender(name="floor", script="jax_floor.py", arguments=job),
+        _fit("meshwright", "single", *job),
+        _fit("stock", "stock", *job),
+    ]
+    bars = [
+        Bar(ours="meshwright", seconds=seconds),
+        Bar(ours="meshwright", theirs="floor", speedup=0.95),
+    ]
+    name = f"reference job, 5 epochs, {precision}"
+    return Comparison(name=name, contenders=contenders, bars=bars)
+
+
+def tiny_network(is_small: bool) -> Comparison:
+    """784-32-10 in batches of 32, one epoch."""
+    job = ["--job", "mlp", "--samples", "3200" if is_small else "60000"]
+    contenders = [
+        Contender(name="floor", script="jax_floor.py", arguments=job),
+        _fit("meshwright", "single", *job),
+        _fit("stock", "stock", *job),
+    ]
+    bars = [
+        Bar(ours="meshwright", theirs="stock", speedup=30.0),
+        Bar(ours="meshwright", theirs="floor", speedup=0.95),
+    ]
+    return Comparison(name="tiny MLP", contenders=contenders, bars=bars)
+
+
+def starts(is_small: bool) -> Comparison:
+    """From the start of a script to the end of its first training step."""
+    job = ["--job", "mlp" if is_small else "cnn"]
+    second = Contender(
+        name="meshwright, second start",
+        script="fresh_start.py",
+        arguments=["meshwright-step", *job],
+    )
+    name = "start to first step of the reference job; compile: what the first took more"
+    bars = [Bar(ours=second.name, seconds=3.0)]
+    return Comparison(name=name, contenders=[second], bars=bars)
+
+
+def _fit(name: str, strategy: str, *arguments: str) -> Contender:
+    more = ["--strategy", strategy, *arguments]
+    return Contender(name=name, script="keras_fit.py", arguments=more)
+
+
+def main() -> None:
+    """Runs everything in one go."""
+    parser = options_of(__doc__)
+    parser.add_argument("--small", action="store_true", help="on a CPU, no files")
+    options: Any = parser.parse_args()
+    if options.small:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        options.short = True
+    command = f"python benchmarks/h200.py --repeats {options.repeats}"
+    run_suite("h200", comparisons(options.small), options, command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What is compared with what. Every suite answers one question and takes minutes."""
+
+from collections.abc import Callable, Sequence
+
+from harness import Bar, Comparison, Contender
+
+CPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+# Small enough to see in seconds that everything runs; no figures are taken from it.
+SHORT = {"cnn": "512", "mlp": "3200", "matmul": "2048"}
+
+
+def fit(name: str, strategy: str, *arguments: str) -> Contender:
+    """Keras' `fit` under a strategy, on this machine's CPU."""
+    return Contender(
+        name=name,
+        script="keras_fit.py",
+        arguments=["--strategy", strategy, *arguments],
+        environment=CPU,
+    )
+
+
+def floor(*arguments: str) -> Contender:
+    """The hand-written loop, on this machine's CPU."""
+    return Contender(
+        name="floor", script="jax_floor.py", arguments=arguments, environment=CPU
+    )
+
+
+def start(name: str, *arguments: str) -> Contender:
+    """A fresh process at every repetition."""
+    return Contender(
+        name=name, script="fresh_start.py", arguments=arguments, environment=CPU
+    )
+
+
+def sized(job: str, is_short: bool) -> list[str]:
+    """The arguments that choose a job, and fewer samples of it if asked for."""
+    return ["--job", job, *(["--samples", SHORT[job]] if is_short else [])]
+
+
+def devices(is_short: bool) -> list[Comparison]:
+    """What placement and memory limits cost: 3 minutes."""
+    mlp = [*sized("mlp", is_short), "--silent"]
+    fits = [
+        fit("stock", "stock", *mlp),
+        fit("placed", "placed", *mlp),
+        fit("under a limit", "limited", *mlp),
+    ]
+    calls = [
+        Contender(name="stock", script="eager_call.py", environment=CPU),
+        Contender(
+            name="placed",
+            script="eager_call.py",
+            arguments=["--placed"],
+            environment=CPU,
+        ),
+    ]
+    return [
+        Comparison(name="fit of a tiny MLP", contenders=fits),
+        Comparison(name="eager call of a Dense layer", contenders=calls),
+    ]
+
+
+def start_up(is_short: bool) -> list[Comparison]:
+    """How fast a script starts: 4 minutes."""
+    imports = [
+        start("import jax", "import-jax"),
+        start("nothing", "nothing"),
+        start("import meshwright", "import-meshwright"),
+        start("its own modules", "own-import"),
+    ]
+    job = ["--job", "mlp" if is_short else "cnn"]
+    steps = [
+        start("stock, first start", "stock-step", "--cold", *job),
+        start("stock, second start", "stock-step", *job),
+        start("meshwright, first start", "meshwright-step", "--cold", *job),
+        start("meshwright, second start", "meshwright-step", *job),
+    ]
+    return [
+        Comparison(
+            name="import",
+            contenders=imports,
+            bars=[
+                Bar(ours="import meshwright", seconds=1.5),
+                Bar(ours="its own modules", seconds=0.1),
+            ],
+        ),
+        Comparison(
+            name="start of a script to the end of its first training step",
+            contenders=steps,
+        ),
+    ]
+
+
+def fits(is_short: bool) -> list[Comparison]:
+    """`fit` with bar, CSVLogger and accuracy against stock and floor: 8 minutes."""
+    cnn, mlp = sized("cnn", is_short), sized("mlp", is_short)
+    streamed = fit("meshwright, generator", "single", *cnn, "--generator")
+    return [
+        Comparison(
+            name="reference CNN",
+            contenders=[
+                floor(*cnn),
+                fit("meshwright", "single", *cnn),
+                streamed,
+                fit("stock", "stock", *cnn),
+            ],
+            bars=[
+                Bar(ours="meshwright", theirs="stock", speedup=3.3),
+                Bar(ours="meshwright", theirs="floor", speedup=0.95),
+                Bar(ours=streamed.name, theirs="meshwright", speedup=0.97),
+            ],
+        ),
+        Comparison(
+            name="tiny MLP",
+            contenders=[
+                floor(*mlp),
+                fit("meshwright", "single", *mlp),
+                fit("meshwright, generator", "single", *mlp, "--generator"),
+                fit("stock", "stock", *mlp),
+            ],
+            bars=[
+                Bar(ours="meshwright", theirs="stock", speedup=3.0),
+                Bar(ours="meshwright", theirs="floor", speedup=0.95),
+            ],
+        ),
+    ]
+
+
+def mesh(is_short: bool) -> list[Comparison]:
+    """What a mesh costs at the same global batch: 8 minutes."""
+    found = []
+    for title, job in (("reference CNN", "cnn"), ("tiny MLP", "mlp")):
+        sizes = sized(job, is_short)
+        contenders = [
+            fit("1 device", "single", *sizes),
+            fit("2 virtual devices", "mirrored", "--devices", "2", *sizes),
+            fit("8 virtual devices", "mirrored", "--devices", "8", *sizes),
+        ]
+        bar = Bar(ours="8 virtual devices", theirs="1 device", speedup=1 / 1.1)
+        found.append(Comparison(name=title, contenders=contenders, bars=[bar]))
+    sizes = sized("mlp", is_short)
+    steps = [
+        Contender(
+            name=name, script="one_step.py", arguments=[*sizes, *more], environment=CPU
+        )
+        for name, more in (("plain jit", []), ("a mesh of one", ["--mesh"]))
+    ]
+    found.append(Comparison(name="one step of the tiny MLP", contenders=steps))
+    return found
+
+
+def scaling(is_short: bool) -> list[Comparison]:
+    """Two processes on a core each against one on one core: 7 minutes."""
+    found = []
+    for title, job, speedup in (
+        ("matmul-bound MLP", "matmul", 1.85),
+        ("reference CNN", "cnn", 1.6),
+    ):
+        sizes = [*sized(job, is_short), "--pinned"]
+        contenders = [
+            fit("1 process", "mirrored", *sizes),
+            fit("2 processes", "mirrored", "--processes", "2", *sizes),
+        ]
+        bar = Bar(ours="2 processes", theirs="1 process", speedup=speedup)
+        found.append(Comparison(name=title, contenders=contenders, bars=[bar]))
+    return found
+
+
+SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
+    "devices": devices,
+    "start": start_up,
+    "fit": fits,
+    "mesh": mesh,
+    "scaling": scaling,
+}
+
+
+def peers(is_short: bool, tensorflow: str, torch: str) -> list[Comparison]:
+    """The reference job next to TensorFlow and PyTorch, which live elsewhere."""
+    cnn = sized("cnn", is_short)
+
+    def on_tensorflow(name: str, strategy: str, *arguments: str) -> Contender:
+        return Contender(
+            name=name,
+            script="keras_fit.py",
+            arguments=["--strategy", strategy, *cnn, *arguments],
+            python=tensorflow,
+            environment={**CPU, "KERAS_BACKEND": "tensorflow"},
+        )
+
+    def on_torch(name: str, *arguments: str) -> Contender:
+        return Contender(
+            name=name,
+            script="torch_loop.py",
+            arguments=[*cnn, *arguments],
+            python=torch,
+            environment=CPU,
+        )
+
+    two = ("--devices", "2")
+    contenders = [
+        floor(*cnn),
+        fit("meshwright, 1 device", "single", *cnn),
+        fit("meshwright, 2 virtual devices", "mirrored", *two, *cnn),
+        fit("keras on jax", "stock", *cnn),
+        fit("keras DataParallel, 2 virtual devices", "keras-data-parallel", *two, *cnn),
+        on_tensorflow("keras on tensorflow", "stock"),
+        on_tensorflow("MirroredStrategy, 2 logical CPUs", "tf-mirrored", *two),
+        on_torch("pytorch, 1 process"),
+        on_torch("pytorch DDP, 2 processes", "--processes", "2"),
+    ]
+    bars = [
+        Bar(ours="meshwright, 1 device", theirs="keras on tensorflow", speedup=0.8),
+        Bar(ours="meshwright, 1 device", theirs="keras on tensorflow", speedup=1.25),
+        Bar(
+            ours="meshwright, 2 virtual devices",
+            theirs="MirroredStrategy, 2 logical CPUs",
+            speedup=1.5,
+        ),
+    ]
+    return [Comparison(name="reference CNN", contenders=contenders, bars=bars)]
