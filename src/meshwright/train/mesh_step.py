@@ -28,6 +28,7 @@ from meshwright.parallel.plan import Plan
 from meshwright.parallel.turns import run_in_turn
 from meshwright.train.accumulation import accumulated_step
 from meshwright.train.ahead import Ahead
+from meshwright.train.formulations import compiler_options, in_best_form
 from meshwright.train.listeners import Logs
 from meshwright.train.pure_step import pure
 from meshwright.train.stretches import (
@@ -283,7 +284,7 @@ class MeshStep:
             with self._in_blocks(gather) if remat else nullcontext():
                 return self._run(cut, (*weights, *state[2:]), batch)
 
-        return step
+        return in_best_form(step, self._mesh)
 
     def _compile_later(self, run: Callable[..., Any], shardings: Shardings) -> Any:
         predicts = len(shardings) == PREDICT_STATES
@@ -291,7 +292,13 @@ class MeshStep:
         is_alone = not self._mesh.is_multi_process
         logs = None if predicts and is_alone else replicated(self._mesh)
         out = tuple(list(group) for group in shardings)
-        return jax.jit(run, donate_argnums=0, out_shardings=(logs, out))
+        options = compiler_options(self._mesh)
+        return jax.jit(
+            run,
+            donate_argnums=0,
+            out_shardings=(logs, out),
+            compiler_options=options,
+        )
 
     def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
         return replacing_forward_pass(self._model, in_blocks(gather))

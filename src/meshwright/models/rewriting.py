@@ -1,0 +1,101 @@
+"""A traced program with some of its operations computed in another way."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+Rule = Callable[..., Any]
+"""Takes an operation's inputs and, by name, its parameters; returns its output.
+
+It returns None for what is to stay as it is.
+"""
+
+
+def rewritten(program: ClosedJaxpr, rules: Mapping[str, Rule]) -> ClosedJaxpr:
+    """The same program, with each operation that has a rule as the rule has it.
+
+    It is done on a program that was differentiated already, so that gradients can have
+    rules of their own.
+
+    Arguments:
+        program: The program.
+        rules: By the name of an operation.
+    """
+    if not _mentions(program.jaxpr, rules):
+        return program
+
+    def run(*args: Any) -> list[Any]:
+        return _run(program.jaxpr, program.consts, args, rules)
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals]
+    return jax.make_jaxpr(run)(*shapes)
+
+
+def _mentions(jaxpr: Jaxpr, rules: Mapping[str, Rule]) -> bool:
+    return any(
+        operation.primitive.name in rules
+        or any(_mentions(inner, rules) for inner in _inner_programs(operation))
+        for operation in jaxpr.eqns
+    )
+
+
+_CLOSED = ("shard_map",)
+"""Operations whose inner programs make sense inside of them only."""
+
+
+def _inner_programs(operation: Any) -> list[Jaxpr]:
+    if operation.primitive.name in _CLOSED:
+        return []
+    found = []
+    for value in operation.params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found
+
+
+def _run(jaxpr: Jaxpr, consts: Any, args: Any, rules: Mapping[str, Rule]) -> list[Any]:
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else known[variable]
+
+    for operation in jaxpr.eqns:
+        inputs = [read(v) for v in operation.invars]
+        # The names of layers are in there, which errors about memory show.
+        name = str(operation.source_info.name_stack)
+        with jax.named_scope(name), operation.ctx.manager:
+            outputs = _bind(operation, inputs, rules)
+        known |= dict(zip(operation.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _bind(operation: Any, inputs: list[Any], rules: Mapping[str, Rule]) -> list[Any]:
+    rule = rules.get(operation.primitive.name)
+    output = None if rule is None else rule(*inputs, **operation.params)
+    if output is not None:
+        return [output]
+    params = dict(operation.params)
+    if operation.primitive.name not in _CLOSED:
+        params = {k: _rewrite_parameter(v, rules) for k, v in params.items()}
+    bound = operation.primitive.get_bind_params(params)
+    outputs = operation.primitive.bind(*inputs, **bound)
+    return list(outputs) if operation.primitive.multiple_results else [outputs]
+
+
+def _rewrite_parameter(value: Any, rules: Mapping[str, Rule]) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return rewritten(value, rules)
+    if isinstance(value, Jaxpr):
+        # Such programs hold no arrays of their own.
+        return rewritten(ClosedJaxpr(value, []), rules).jaxpr
+    if isinstance(value, list | tuple) and any(
+        isinstance(item, ClosedJaxpr | Jaxpr) for item in value
+    ):
+        return type(value)(_rewrite_parameter(item, rules) for item in value)
+    return value

@@ -1,0 +1,58 @@
+"""How steps compute what XLA is slow at on the devices at hand."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from meshwright.models.convolution import (
+    YNNPACK_WITHOUT_CONVOLUTIONS,
+    convolve_in_order,
+    convolve_single_channel,
+)
+from meshwright.models.pooling import max_by_slices, max_gradient_by_slices
+from meshwright.models.rewriting import Rule, rewritten
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
+
+_POOLING: dict[str, Rule] = {
+    "reduce_window_max": max_by_slices,
+    "select_and_scatter_add": max_gradient_by_slices,
+}
+_ON_CPU = _POOLING | {"conv_general_dilated": convolve_in_order}
+_ELSEWHERE = _POOLING | {"conv_general_dilated": convolve_single_channel}
+
+
+def in_best_form(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """The same step, for use inside of a program, in operations that suit the mesh."""
+    rules = _ON_CPU if _is_cpu(mesh) else _ELSEWHERE
+
+    def run(*args: Any) -> Any:
+        program, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        values = jaxpr_as_fun(rewritten(program, rules))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), values)
+
+    return run
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """What XLA is told when it compiles a program for a mesh."""
+    is_known = _is_cpu(mesh) and _knows_ynnpack()
+    return dict(YNNPACK_WITHOUT_CONVOLUTIONS) if is_known else None
+
+
+@cache
+def _knows_ynnpack() -> bool:
+    """Whether this XLA has the option; it is a name that may go as it came."""
+    program = jax.jit(lambda x: x, compiler_options=YNNPACK_WITHOUT_CONVOLUTIONS)
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            program.lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return {device.platform for device in mesh.devices.flat} == {"cpu"}
