@@ -167,12 +167,17 @@ class Intake:
     def run_stretch(self, step: Any, state: Any, stream: ResidentStream) -> Any:
         """Runs the steps that come next in a stream; returns logs and state."""
         of_each = self.pace.listeners.wants_each
+        if step.measures_kernels:
+            self._prepare_once()
         result = step.run_stretch(state, stream.take_stretch(), of_each)
         # The devices are at work now, so there is time.
+        self._prepare_once()
+        return result
+
+    def _prepare_once(self) -> None:
         prepare, self._prepare = self._prepare, None
         if prepare is not None:
             prepare()
-        return result
 
     def stream(self, batches: Iterator[Any], limit: int | None) -> "Stream":
         """The batches of Keras' iterator, on their way through this intake.

@@ -4,6 +4,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
+_under_way: set[Future[Any]] = set()
+
 
 @cache
 def _threads() -> ThreadPoolExecutor:
@@ -27,6 +29,8 @@ class Ahead:
         if program not in self._started:
             compiling = _threads().submit(lambda: program.lower(*shapes).compile())
             self._started[program] = compiling
+            _under_way.add(compiling)
+            compiling.add_done_callback(_under_way.discard)
 
     def finish(self, program: Any) -> None:
         """Waits for a program that is being compiled, if it is.
@@ -35,3 +39,11 @@ class Ahead:
         """
         if program in self._started:
             wait([self._started[program]])
+
+
+def finish_all() -> None:
+    """Waits for everything that is being compiled.
+
+    On GPUs kernels are chosen by measuring them, so nothing else may run meanwhile.
+    """
+    wait(list(_under_way))

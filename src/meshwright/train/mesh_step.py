@@ -27,7 +27,7 @@ from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.turns import run_in_turn
 from meshwright.train.accumulation import accumulated_step
-from meshwright.train.ahead import Ahead
+from meshwright.train.ahead import Ahead, finish_all
 from meshwright.train.formulations import compiler_options, in_best_form
 from meshwright.train.listeners import Logs
 from meshwright.train.pure_step import pure
@@ -106,6 +106,9 @@ class MeshStep:
         program = self._stretch_program(*key, stretch.num_steps, of_each)
         if stretch.rest:
             self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
+        if self.measures_kernels:
+            self.prepare(stretch.data, *batches.shape[::-1], stretch.num_steps, of_each)
+            finish_all()
         self._ahead.finish(program)
         first = np.int32(stretch.first)
         logs, state = self._dispatch(program, cut, state, data, batches, first)
@@ -113,6 +116,11 @@ class MeshStep:
             last, each = logs
             logs = Logs(last, each, stretch.num_steps)
         return logs, state
+
+    @property
+    def measures_kernels(self) -> bool:
+        """Whether compiling runs kernels on the devices, to choose the fastest."""
+        return bool(self._mesh.devices.flat[0].platform != "cpu")
 
     def work(self, data: ArraysInMemory, size: int) -> TracedStep:
         """What a step on a batch of `size` of these arrays does."""
