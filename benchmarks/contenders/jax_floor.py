@@ -1,4 +1,7 @@
-"""Contender: the hand-written loop of `floors.py`."""
+"""Contender: the hand-written loop of `floors.py`.
+
+A repetition begins with NumPy arrays, as a call of `fit` does.
+"""
 
 from typing import Any
 
@@ -15,13 +18,14 @@ def main() -> None:
     parser.add_argument("--test", action="store_true", help="also the test accuracy")
     options = parser.parse_args()
     job = job_of(options)
-    data = [jax.device_put(array) for array in load(job, options.data)]
+    arrays = load(job, options.data)
     test = [jax.device_put(a) for a in load(job, options.data, "test")]
     state, epoch, hits = make_floor(job, options.precision)
     key = jax.random.key(0)
 
     def repeat() -> dict[str, Any]:
         nonlocal state, key
+        data = [jax.device_put(array) for array in arrays]
         for number in range(job.epochs):
             key, now = jax.random.split(key)
             state, means = epoch(state, *data, now)

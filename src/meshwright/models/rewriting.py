@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwright.models.work import inner_programs
+
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -46,16 +48,7 @@ _CLOSED = ("shard_map",)
 
 
 def _inner_programs(operation: Any) -> list[Jaxpr]:
-    if operation.primitive.name in _CLOSED:
-        return []
-    found = []
-    for value in operation.params.values():
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
+    return [] if operation.primitive.name in _CLOSED else inner_programs(operation)
 
 
 def _run(jaxpr: Jaxpr, consts: Any, args: Any, rules: Mapping[str, Rule]) -> list[Any]:

@@ -1,5 +1,6 @@
 """How much arithmetic a traced program does."""
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -22,23 +23,33 @@ def count_flops(program: ClosedJaxpr | Jaxpr) -> int:
     return sum(_flops(operation) for operation in jaxpr.eqns)
 
 
+def all_operations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The operations of a program, and of those inside of it."""
+    for operation in jaxpr.eqns:
+        yield operation
+        for inner in inner_programs(operation):
+            yield from all_operations(inner)
+
+
+def inner_programs(operation: Any) -> list[Jaxpr]:
+    """The programs that an operation runs."""
+    found = []
+    for value in operation.params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found
+
+
 def _flops(operation: Any) -> int:
-    inner = [p for p in _all_parameters(operation) if isinstance(p, _PROGRAMS)]
+    inner = inner_programs(operation)
     if inner:
         times = int(operation.params.get("length", 1))
         return times * sum(map(count_flops, inner))
     made = sum(prod(v.aval.shape) for v in operation.outvars)
     return made * _flops_per_number(operation)
-
-
-_PROGRAMS = (ClosedJaxpr, Jaxpr)
-
-
-def _all_parameters(operation: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in operation.params.values():
-        found += value if isinstance(value, list | tuple) else [value]
-    return found
 
 
 def _flops_per_number(operation: Any) -> int:

@@ -78,6 +78,7 @@ class MeshStep:
         self.giving_back = self._state.giving_back
         self._program = cache(self._make_program)
         self._ahead = Ahead()
+        self._prepared: set[Any] = set()
         self._trace = cache(self._make_trace)
         self._stretch_program = cache(self._make_stretch_program)
 
@@ -107,7 +108,8 @@ class MeshStep:
         if stretch.rest:
             self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
         if self.measures_kernels:
-            self.prepare(stretch.data, *batches.shape[::-1], stretch.num_steps, of_each)
+            number, size = batches.shape
+            self.prepare(stretch.data, size, number, stretch.num_steps, of_each)
             finish_all()
         self._ahead.finish(program)
         first = np.int32(stretch.first)
@@ -143,6 +145,10 @@ class MeshStep:
             num_steps: Steps of the stretch.
             of_each: Whether the logs of each of them are wanted.
         """
+        wanted = (data.shapes, size, num_batches, num_steps, of_each)
+        if wanted in self._prepared:
+            return
+        self._prepared.add(wanted)
         shardings, whole = self._all_shardings(), replicated(self._mesh)
         key = (self._cut(size), data.shapes, shardings)
         program = self._stretch_program(*key, num_steps, of_each)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.models.work import count_flops
+from meshwright.models.work import all_operations, count_flops
 from meshwright.train.pure_step import Step
 
 import jax
@@ -44,6 +44,17 @@ class TracedStep:
     def flops(self) -> int:
         """Its floating point operations."""
         return count_flops(self.program)
+
+    @cached_property
+    def has_grouped_convolutions(self) -> bool:
+        """Whether it convolves channels in groups, or computes gradients of that."""
+        groups = ("feature_group_count", "batch_group_count")
+        return any(
+            operation.params[name] > 1
+            for operation in all_operations(self.program.jaxpr)
+            if operation.primitive.name == "conv_general_dilated"
+            for name in groups
+        )
 
     @property
     def num_operations(self) -> int:
