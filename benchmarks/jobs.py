@@ -101,11 +101,13 @@ def describe_data(path: Path | None = None) -> str:
 
 
 def batches(job: Job, x: Any, y: Any) -> Iterator[tuple[Any, Any]]:
-    """A generator over one epoch, as a user would write it."""
-    order = np.random.default_rng(0).permutation(len(x))
-    for start in range(0, len(x), job.batch_size):
-        chosen = order[start : start + job.batch_size]
-        yield x[chosen], y[chosen]
+    """A generator over all epochs, as a user would write it."""
+    rng = np.random.default_rng(0)
+    for _ in range(job.epochs):
+        order = rng.permutation(len(x))
+        for start in range(0, len(x), job.batch_size):
+            chosen = order[start : start + job.batch_size]
+            yield x[chosen], y[chosen]
 
 
 def keras_model(job: Job) -> Any:

@@ -155,6 +155,7 @@ def train(options: Any, follower: Follower | None = None) -> None:
             "callbacks": callbacks,
         }
         if options.generator:
+            settings["steps_per_epoch"] = job.steps // job.epochs
             history = model.fit(batches(job, x, y), **settings)
         else:
             history = model.fit(x, y, batch_size=job.batch_size, **settings)
