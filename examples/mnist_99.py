@@ -18,8 +18,8 @@ import keras
 import numpy as np
 
 BATCH_SIZE = 1024
-EPOCHS = 4
-PEAK_RATE = 0.004
+EPOCHS = 3
+PEAK_RATE = 0.006
 
 
 def load(path: str | None) -> Digits:
