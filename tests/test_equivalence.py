@@ -508,7 +508,9 @@ def test_many_steps_equal_one_device_in_a_loop_and_one_by_one(
     assert_equal_weights(model, reference, 2e-5)
     for key, values in expected.items():
         np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
-    assert is_resident == ("9 at a time" in str(chosen.pace["fit"]))
+    # Convolutions in groups have no fast code inside of loops on CPUs.
+    loops = is_resident and name != "grouped"
+    assert loops == ("9 at a time" in str(chosen.pace["fit"]))
 
 
 @pytest.mark.parametrize("size", [4, 8])
