@@ -2,7 +2,7 @@
 
 XLA's CPU compiler has fast code for a convolution whose dims are in the order (samples,
 places, channels). JAX leaves the gradients of kernels in another one, for which there
-is no such code inside of a loop: a step of the reference CNN takes minutes there.
+is no such code inside of a loop.
 Kernels on a single channel are faster as a matrix product, on CPUs and on GPUs.
 """
 
@@ -20,8 +20,8 @@ YNNPACK_WITHOUT_CONVOLUTIONS = {
         "LIBRARY_FUSION_TYPE_DOT,LIBRARY_FUSION_TYPE_REDUCE"
     )
 }
-"""XLA's CPU compiler would hand convolutions without padding to YNNPACK, which took
-135 ms where its own code takes 30 (256 images of 26x26x32, JAX 0.10)."""
+"""XLA's CPU compiler would hand convolutions without padding to YNNPACK, which takes
+several times as long as its own code in JAX 0.10 (`benchmarks/operations.py`)."""
 
 MOST_PLACES = 25
 """Places of a kernel, or of a gradient of one, that are written out as a matrix."""

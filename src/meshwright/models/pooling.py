@@ -1,8 +1,8 @@
 """Max pooling by comparing slices.
 
 XLA searches the largest number of every window again for the gradient, one window after
-the other; comparing slices is faster on CPUs and on GPUs (a step of the reference CNN
-on an H200: 484 instead of 540 µs). Of equal numbers the first one counts, as in XLA.
+the other; comparing slices is faster on CPUs (`benchmarks/operations.py`) and was so on
+an H200. Of equal numbers the first one counts, as in XLA.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,9 @@
 These devices share one pool of threads. If two programs are under way, all threads may
 be waiting in the collectives of one for devices whose turn in the other needs a thread,
 and nothing moves any more: XLA ends the process after 40 s. It was seen with plain JAX
-0.10 to 0.12 and two devices, as soon as matrices are large enough to be multiplied by
-several threads. A program that begins when the one before is done cannot get there.
+0.10.2 and two devices, as soon as matrices are large enough to be multiplied by several
+threads; the same program did not stop with 0.12, which is no proof. A program that
+begins when the one before is done cannot get there.
 """
 
 import threading

@@ -6,7 +6,7 @@ program with a loop.
 """
 
 import os
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.cluster.store import say_to_all
 from meshwright.data.resident import ArraysInMemory
@@ -15,6 +15,7 @@ from meshwright.devices.runtime import name_of, usable_devices
 from meshwright.devices.settings import current_settings
 from meshwright.devices.sizes import format_bytes
 from meshwright.train.listeners import Listeners
+from meshwright.train.traced_step import TracedStep
 
 from jax.sharding import Mesh
 
@@ -40,16 +41,6 @@ SECONDS_PER_OPERATION = 1e-7
 """Rough speeds: a guess that is wrong by a factor of five still does its work."""
 
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
-
-
-class Work(Protocol):
-    """What one step does."""
-
-    flops: int
-    num_operations: int
-    is_repeatable: bool
-    """Whether its state goes in and out with the same shapes and types."""
-    has_grouped_convolutions: bool
 
 
 class Pace:
@@ -161,7 +152,7 @@ class Pace:
             self._lengths[size] = self._length(work, num_left)
         return self._lengths[size]
 
-    def _length(self, work: Work, num_steps: int) -> int:
+    def _length(self, work: TracedStep, num_steps: int) -> int:
         if self.listeners.of_state:
             length, why = 1, f"{self._state_listeners} wants to see each of them"
         elif not work.is_repeatable:
@@ -180,7 +171,7 @@ class Pace:
         return length
 
 
-def seconds_of(work: Work, is_cpu: bool) -> float:
+def seconds_of(work: TracedStep, is_cpu: bool) -> float:
     """A guess of the time that a step takes."""
     cores = os.cpu_count() or 1
     speed = CPU_FLOPS_PER_CORE * cores if is_cpu else ACCELERATOR_FLOPS
