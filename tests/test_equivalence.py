@@ -513,6 +513,21 @@ def test_many_steps_equal_one_device_in_a_loop_and_one_by_one(
     assert loops == ("9 at a time" in str(chosen.pace["fit"]))
 
 
+@pytest.mark.parametrize(("size", "most"), [(38, 3), (46, 4)], ids=["3+3+3", "4+4+3"])
+def test_several_loops_in_an_epoch_go_on_where_the_last_one_ended(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    reference = build("mlp")
+    expected = train(reference, "mlp", **LOOP | {"size": size})
+    monkeypatch.setattr("meshwright.train.pace.MOST_STEPS", most)
+    strategy = mw.Mirrored(CPUS[:2])
+    model = mw.distribute(build("mlp"), strategy)
+    history = train(model, "mlp", **LOOP | {"size": size})
+    assert f"{most} at a time" in str(strategy.pace["fit"])
+    assert_equal_weights(model, reference, 2e-5)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
+
+
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("name", ["joined", "transformer", "lstm"])
 def test_one_step_over_three_axes_equals_one_device(name: str, size: int) -> None:
