@@ -22,18 +22,27 @@ Repeat = Callable[[], dict[str, Any]]
 PACKAGES = ("meshwright", "keras", "jax", "jaxlib", "tensorflow", "torch", "numpy")
 
 
-def serve(repeat: Repeat, after_first: Repeat = dict, **facts: Any) -> None:
+def serve(
+    repeat: Repeat,
+    *,
+    before: Callable[[], Any] = lambda: None,
+    after: Repeat = dict,
+    **facts: Any,
+) -> None:
     """Runs `repeat` twice, says what this is, then once for every line that comes.
 
     `repeat` returns what is worth reporting. It is timed as a whole, unless it returns
-    `seconds` of its own. `after_first` is called once, untimed, when the model has been
-    trained for one repetition.
+    `seconds` of its own. `before` and `after` it is done what is not timed; `after`
+    returns what else is worth reporting.
     """
+
+    def run() -> dict[str, Any]:
+        before()
+        return timed(repeat) | after()
+
     began = time.time()
-    first, found = timed(repeat), after_first()
-    second = timed(repeat)
+    first, second = run(), run()
     say(
-        **found,
         setup_seconds=began - _process_started(),
         first_seconds=first["seconds"],
         compile_seconds=max(first["seconds"] - second["seconds"], 0.0),
@@ -42,7 +51,7 @@ def serve(repeat: Repeat, after_first: Repeat = dict, **facts: Any) -> None:
         **facts,
     )
     for _ in sys.stdin:
-        say(**timed(repeat))
+        say(**run())
 
 
 def timed(repeat: Repeat) -> dict[str, Any]:

@@ -58,13 +58,14 @@ class Contender:
 class Bar:
     """What we want: `ours` at least `speedup` times as fast as `theirs`.
 
-    Or, without `theirs`, `ours` in at most `seconds`.
+    Or, without `theirs`, `ours` in at most `seconds`, or with that `test_accuracy`.
     """
 
     ours: str
     theirs: str = ""
     speedup: float = 0.0
     seconds: float = 0.0
+    test_accuracy: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,11 @@ class Timing:
         """Of the repetitions; not a number if there is none."""
         return statistics.median(self.seconds) if self.seconds else math.nan
 
+    @property
+    def test_accuracies(self) -> list[float]:
+        """Of the repetitions that said so."""
+        return [r["test_accuracy"] for r in self.repetitions if "test_accuracy" in r]
+
 
 @dataclass(kw_only=True)
 class Outcome:
@@ -121,7 +127,11 @@ class Outcome:
         """The median of a contender, by name."""
         if name == self.timings[0].name:
             return self.reference
-        return next(t.median for t in self.timings if t.name == name)
+        return self.timing_of(name).median
+
+    def timing_of(self, name: str) -> Timing:
+        """What came of a contender, by name."""
+        return next(timing for timing in self.timings if timing.name == name)
 
 
 class ContenderError(Exception):
@@ -162,6 +172,8 @@ def verdict(seconds: float, reference: float, spread: float) -> str:
 
 def judge(bar: Bar, outcome: Outcome) -> str:
     """Whether a bar was met, with the figure, and if not whether noise may be why."""
+    if bar.test_accuracy:
+        return _judge_accuracy(bar, outcome.timing_of(bar.ours).test_accuracies)
     ours = outcome.median_of(bar.ours)
     if bar.theirs:
         wanted = f"at least {bar.speedup:.2f}x as fast as {bar.theirs}"
@@ -176,6 +188,14 @@ def judge(bar: Bar, outcome: Outcome) -> str:
     word = "met" if reached >= 1 else "missed"
     note = " (by less than the A/A spread)" if within and word == "missed" else ""
     return f"{bar.ours}, {wanted}: {found}, {word}{note}"
+
+
+def _judge_accuracy(bar: Bar, accuracies: Sequence[float]) -> str:
+    wanted = f"{bar.ours}, test accuracy at least {bar.test_accuracy:.2%}"
+    if not accuracies:
+        return f"{wanted}: not measured"
+    word = "met" if statistics.median(accuracies) >= bar.test_accuracy else "missed"
+    return f"{wanted}: {show_accuracies(accuracies)}, {word}"
 
 
 class Running:
@@ -348,8 +368,8 @@ def _row(timing: Timing, outcome: Outcome) -> str:
     last = timing.repetitions[-1] if timing.repetitions else {}
     steps = timing.facts.get("steps")
     told = "-" if "loss" not in last else f"{last['loss']:.3g}"
-    if "test_accuracy" in timing.facts:
-        told += f", test accuracy {timing.facts['test_accuracy']:.2%}"
+    if timing.test_accuracies:
+        told += f", test accuracy {show_accuracies(timing.test_accuracies)}"
     cells = [
         timing.name,
         show_seconds(median),
@@ -369,6 +389,16 @@ def show_share(share: float) -> str:
     '3.4 %'
     """
     return f"{100 * share:.1f} %"
+
+
+def show_accuracies(accuracies: Sequence[float]) -> str:
+    """The median of some, and how far they range.
+
+    >>> show_accuracies([0.991, 0.989, 0.9905])
+    '99.05% (98.90% … 99.10%)'
+    """
+    middle = statistics.median(accuracies)
+    return f"{middle:.2%} ({min(accuracies):.2%} … {max(accuracies):.2%})"
 
 
 def show_seconds(seconds: float) -> str:

@@ -60,30 +60,49 @@ def make_model(num_steps: int) -> keras.Sequential:
     return model
 
 
+class Run:
+    """A training that can be begun anew.
+
+    Arguments:
+        digits: What is trained and tested on.
+    """
+
+    def __init__(self, digits: Digits) -> None:
+        self._digits = digits
+        num_steps = EPOCHS * -(-len(digits.x_train) // BATCH_SIZE)
+        has_gpu = any(device.kind == "GPU" for device in mw.devices())
+        with mw.Single(precision="bfloat16" if has_gpu else "float32").scope():
+            self._model = make_model(num_steps)
+        self._model.optimizer.build(self._model.trainable_variables)
+        self._variables = [*self._model.variables, *self._model.optimizer.variables]
+        self._first_values = [np.array(variable) for variable in self._variables]
+
+    def reset(self) -> None:
+        """Back to the start."""
+        for variable, value in zip(self._variables, self._first_values, strict=True):
+            variable.assign(value)
+
+    def train(self) -> None:
+        """All epochs."""
+        x, y = self._digits.x_train, self._digits.y_train
+        self._model.fit(x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0)
+
+    def test(self) -> float:
+        """The test accuracy."""
+        x, y = self._digits.x_test, self._digits.y_test
+        _, accuracy = self._model.evaluate(x, y, batch_size=2500, verbose=0)
+        return float(accuracy)
+
+
 def main() -> None:
     """Trains twice: the first time compiles, the second one is timed."""
-    digits = load(sys.argv[1] if len(sys.argv) > 1 else None)
-    num_steps = EPOCHS * -(-len(digits.x_train) // BATCH_SIZE)
-    has_gpu = any(device.kind == "GPU" for device in mw.devices())
-    with mw.Single(precision="bfloat16" if has_gpu else "float32").scope():
-        model = make_model(num_steps)
-    model.optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *model.optimizer.variables]
-    first_values = [np.asarray(variable).copy() for variable in variables]
-    for run in ("with compilation", "again"):
-        for variable, value in zip(variables, first_values, strict=True):
-            variable.assign(value)
+    run = Run(load(sys.argv[1] if len(sys.argv) > 1 else None))
+    for which in ("with compilation", "again"):
+        run.reset()
         began = time.perf_counter()
-        model.fit(
-            digits.x_train,
-            digits.y_train,
-            batch_size=BATCH_SIZE,
-            epochs=EPOCHS,
-            verbose=0,
-        )
+        run.train()
         seconds = time.perf_counter() - began
-        _, accuracy = model.evaluate(digits.x_test, digits.y_test, 2500, verbose=0)
-        print(f"{run}: {seconds:.2f} s, test accuracy {accuracy:.2%}")
+        print(f"{which}: {seconds:.2f} s, test accuracy {run.test():.2%}")
 
 
 if __name__ == "__main__":

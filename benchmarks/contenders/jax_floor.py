@@ -15,7 +15,9 @@ def main() -> None:
     """Trains the job's epochs at every repetition, and prints each as a user would."""
     parser = arguments(__doc__)
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--test", action="store_true", help="also the test accuracy")
+    parser.add_argument(
+        "--test", action="store_true", help="from the start each time, with accuracy"
+    )
     options = parser.parse_args()
     job = job_of(options)
     arrays = load(job, options.data)
@@ -33,14 +35,21 @@ def main() -> None:
             print(f"epoch {number}: loss {loss:.4f}, accuracy {accuracy:.4f}")
         return {"loss": loss, "accuracy": accuracy}
 
+    first = jax.device_get(state)
+
+    def reset() -> None:
+        nonlocal state
+        state = jax.device_put(first)
+
     def tested() -> dict[str, float]:
-        if not options.test:
-            return {}
         return {"test_accuracy": int(hits(state, *test)) / len(test[1])}
 
     device = jax.devices()[0].device_kind
     facts = {"device": device, "data": describe_data(options.data)}
-    serve(repeat, tested, steps=job.steps, **facts)
+    around: dict[str, Any] = {}
+    if options.test:
+        around = {"before": reset, "after": tested}
+    serve(repeat, **around, steps=job.steps, **facts)
 
 
 if __name__ == "__main__":

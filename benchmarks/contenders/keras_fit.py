@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from contender import Follower, follow, free_address, pin, serve
 from jobs import arguments, batches, describe_data, job_of, keras_model, load
 
@@ -88,7 +89,9 @@ def options_of() -> Any:
     parser.add_argument("--precision", default=None)
     parser.add_argument("--generator", action="store_true", help="streamed input")
     parser.add_argument("--silent", action="store_true", help="no bar, no callback")
-    parser.add_argument("--test", action="store_true", help="also the test accuracy")
+    parser.add_argument(
+        "--test", action="store_true", help="from the start each time, with accuracy"
+    )
     parser.add_argument("--pinned", action="store_true", help="to one core each")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
@@ -162,22 +165,36 @@ def train(options: Any, follower: Follower | None = None) -> None:
         return {name: values[-1] for name, values in history.history.items()}
 
     def tested() -> dict[str, float]:
-        if not options.test:
-            return {}
-        test = load(job, options.data, "test")
         _, accuracy = model.evaluate(*test, batch_size=1000, verbose=0)
         return {"test_accuracy": accuracy}
 
     if options.rank:
         follow(repeat)
         return
+    around: dict[str, Any] = {}
+    if options.test:
+        test = load(job, options.data, "test")
+        around = {"before": reset_of(model), "after": tested}
     serve(
         repeat,
-        tested,
+        **around,
         steps=job.steps,
         device=device_kind(keras.config.backend()),
         data=describe_data(options.data),
     )
+
+
+def reset_of(model: Any) -> Callable[[], None]:
+    """A function that gives a model the values that it has now."""
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    values = [np.array(variable) for variable in variables]
+
+    def reset() -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    return reset
 
 
 def device_kind(backend: str) -> str:

@@ -82,6 +82,17 @@ def test_a_callback_gets_the_true_numbers_of_every_batch(
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_numbers_of_every_batch_are_those_of_streams_too(prefetch: int) -> None:
+    theirs, ours = Watch(), AsyncWatch()
+    fit(make_model(), callbacks=[theirs])
+    model, strategy = distributed()
+    strategy.resident, strategy.prefetch = False, prefetch
+    fit(model, callbacks=[ours])
+    assert ours.seen == theirs.seen
+    assert ("2 at a time" in str(strategy.pace["fit"])) is bool(prefetch)
+
+
 def test_numbers_of_every_batch_do_not_make_steps_single() -> None:
     model, strategy = distributed()
     fit(model, callbacks=[AsyncWatch()])

@@ -7,7 +7,7 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.data.resident import ArraysInMemory
-from meshwright.train.pace import Pace, even_length
+from meshwright.train.pace import STACK_BYTES, Pace, even_length
 
 import jax
 import keras
@@ -49,9 +49,10 @@ def test_small_arrays_stay_on_the_devices() -> None:
 def test_streams_come_from_the_host() -> None:
     batches = ((X[start : start + 8], Y[start : start + 8]) for start in (0, 8))
     options = {"shuffle": False, "steps_per_epoch": 2}
-    assert fit_reason(make_strategy(), batches, **options) == [
-        "Batches come from the host: the data is not arrays in memory."
-    ]
+    data, steps = fit_reason(make_strategy(), batches, **options)
+    assert data == "Batches come from the host: the data is not arrays in memory."
+    # So that one is read while the other one is computed.
+    assert steps.startswith("Steps are dispatched one by one: one takes about 0.0")
 
 
 def test_arrays_on_disk_come_from_the_host(tmp_path: Any) -> None:
@@ -65,13 +66,16 @@ def test_arrays_on_disk_come_from_the_host(tmp_path: Any) -> None:
 def test_whoever_wants_it_keeps_arrays_on_the_host() -> None:
     strategy = make_strategy()
     strategy.resident = False
-    assert fit_reason(strategy) == ["Batches come from the host: resident=False."]
+    data, steps = fit_reason(strategy, batch_size=4)
+    assert data == "Batches come from the host: resident=False."
+    assert steps.startswith("Steps are dispatched 5 at a time: one takes about 0.0")
 
 
 def test_a_memory_limit_keeps_arrays_on_the_host() -> None:
     mw.configure(memory_limit="1GiB")
     assert fit_reason(make_strategy()) == [
-        "Batches come from the host: a memory limit is set."
+        "Batches come from the host: a memory limit is set.",
+        "Steps are dispatched one by one: a memory limit is set.",
     ]
 
 
@@ -91,8 +95,36 @@ def test_executions_that_callbacks_count_are_those_of_keras() -> None:
     model = mw.distribute(make_model(steps_per_execution=2), strategy)
     nan = keras.callbacks.TerminateOnNaN()
     model.fit(X, Y, verbose=0, callbacks=[nan])
-    assert str(strategy.pace["fit"]) == (
-        "Batches come from the host: TerminateOnNaN counts executions of several steps."
+    assert str(strategy.pace["fit"]).splitlines() == [
+        "Batches come from the host: TerminateOnNaN counts executions of several "
+        "steps.",
+        "Steps are dispatched one by one: TerminateOnNaN wants to see each of them.",
+    ]
+
+
+def test_who_wants_no_thread_gets_steps_one_by_one() -> None:
+    strategy = make_strategy()
+    strategy.resident, strategy.prefetch = False, 0
+    _, steps = fit_reason(strategy, batch_size=4)
+    assert steps == "Steps are dispatched one by one: prefetch=0."
+
+
+def test_predict_takes_batches_one_by_one() -> None:
+    strategy = make_strategy()
+    mw.distribute(make_model(), strategy).predict(X, batch_size=4, verbose=0)
+    _, steps = str(strategy.pace["predict"]).splitlines()
+    assert steps == "Steps are dispatched one by one: predict returns every batch."
+
+
+def test_large_batches_of_the_host_are_not_stacked() -> None:
+    strategy = make_strategy()
+    strategy.resident = False
+    model = mw.distribute(make_model(), strategy)
+    size = STACK_BYTES // 2 // X[0].nbytes + 1
+    x = np.zeros((4 * size, 6), "float32")
+    model.fit(x, np.zeros(len(x), "int32"), batch_size=size, verbose=0)
+    assert str(strategy.pace["fit"]).endswith(
+        "one by one: two batches have more than 16.0 MiB."
     )
 
 
@@ -132,6 +164,16 @@ def test_stretches_are_of_equal_length_where_possible(
     num_steps: int, wanted: int, length: int
 ) -> None:
     assert even_length(num_steps, wanted) == length
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "wanted", "length"),
+    [(10, 1, 1), (1, 100, 1), (150, 100, 75), (10, 100, 5), (11, 100, 5), (234, 8, 9)],
+)
+def test_stacks_are_two_or_more_in_an_epoch(
+    num_steps: int, wanted: int, length: int
+) -> None:
+    assert even_length(num_steps, wanted, num_stretches=2) == length
 
 
 @contextmanager

@@ -27,25 +27,30 @@ class Agreement:
         self._topic = f"batches/{next(_streams)}"
         self._number = 0
 
-    def on(self, read: Callable[[], tuple[Any, int]]) -> Any:
-        """Reads a batch and its number of samples; returns it if all have got alike."""
+    def on(self, read: Callable[[], tuple[Any, int, int]]) -> Any:
+        """Reads batches; returns them if all processes have got alike.
+
+        Arguments:
+            read: Returns what was read, the samples of a batch and the number of them.
+        """
         try:
-            batch, size = read()
+            batches, size, number = read()
         except StopIteration:
             self._agree(END)
             raise
         except Exception:
             self._say(FAILURE)
             raise
-        self._agree(f"{size} samples")
-        return batch
+        several = "" if number == 1 else f"{number} batches of "
+        self._agree(f"{several}{size} samples", number)
+        return batches
 
     def _say(self, word: str) -> list[str]:
         return say_to_all(self._topic, word)
 
-    def _agree(self, word: str) -> None:
+    def _agree(self, word: str, num_batches: int = 1) -> None:
         words, number = self._say(word), self._number
-        self._number += 1
+        self._number += num_batches
         if len(set(words)) > 1:
             _refuse(self._verb, f"batch {number} as", words)
 

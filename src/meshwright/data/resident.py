@@ -7,9 +7,10 @@ nothing travels from the host, and many steps can be dispatched together.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
-from meshwright.devices.containers import map_leaves, named_leaves
+from meshwright.devices.containers import map_leaves
 
 import jax
 import numpy as np
@@ -28,6 +29,11 @@ class Shapes:
         leaves, structure = jax.tree.flatten(arrays)
         types = [(leaf.shape, _device_type(leaf)) for leaf in leaves]
         return cls(structure, tuple(types))
+
+    @property
+    def num_bytes(self) -> int:
+        """What the arrays need."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.leaves)
 
     @property
     def tree(self) -> Any:
@@ -81,7 +87,7 @@ class ArraysInMemory(Placeable):
     @property
     def num_bytes(self) -> int:
         """What they need on each device."""
-        return sum(leaf.nbytes for _, leaf in named_leaves("", self.arrays))
+        return self.shapes.num_bytes
 
     @property
     def num_whole_batches(self) -> int:

@@ -250,31 +250,54 @@ def _iterate_through_intake(original: Any, self: Any) -> Any:
     if intake.keeps(self.data_adapter):
         return intake.resident(self.data_adapter)
     # Keras would bring batches to the first GPU, from where they had to come back.
-    batches = self.data_adapter.get_jax_iterator()
-    steps = self.steps_per_epoch or self._num_batches
-    executions = steps and -(-steps // self.steps_per_execution)
-    return intake.stream(batches, executions and executions * self.steps_per_execution)
+    batches, limit = self.data_adapter.get_jax_iterator(), _steps_of_epoch(self)
+    has_tail = limit == self._num_batches and _has_tail(self.data_adapter)
+    return intake.stream(batches, limit, has_tail)
+
+
+def _has_tail(adapter: Any) -> bool:
+    """Whether an adapter says that its last batch is smaller; some cannot say."""
+    try:
+        return bool(adapter.has_partial_batch)
+    except NotImplementedError:
+        return False
+
+
+def _steps_of_epoch(epoch_iterator: Any) -> int | None:
+    """How many batches an epoch takes at the most, as Keras counts, if it knows.
+
+    Keras executes several steps also where fewer of them are wanted.
+    """
+    available = epoch_iterator._num_batches
+    wanted = epoch_iterator.steps_per_epoch or available
+    if not wanted:
+        return None
+    several = epoch_iterator.steps_per_execution
+    executed: int = -(-wanted // several) * several
+    return min(executed, available) if available and wanted <= available else executed
 
 
 def _enumerate_stretches(original: Any, self: Any) -> Iterator[Any]:
     """Steps as Keras counts them, but as many at a time as the stream settles on."""
     intake = current_intake()
-    if intake is None or not intake.keeps(self.data_adapter):
+    if intake is None or not intake.stretches(self.data_adapter):
         yield from original(self)
         return
     self.data_adapter.on_epoch_begin()
     if self._current_iterator is None or self.steps_per_epoch is None:
         _start_anew(self)
-    begin, num_steps = 0, self.steps_per_epoch or self._num_batches
-    while begin < num_steps:
-        if self._steps_seen >= self._num_batches:
-            self._interrupted_warning()
+    begin, num_steps = 0, _steps_of_epoch(self)
+    while num_steps is None or begin < num_steps:
+        if self._num_batches and self._steps_seen >= self._num_batches:
+            if self.steps_per_epoch:
+                self._interrupted_warning()
             break
-        length = self._current_iterator.settle_stretch(num_steps - begin)
+        num_left = None if num_steps is None else num_steps - begin
+        length = self._current_iterator.settle_stretch(num_left)
         self._steps_seen += length
         yield begin, begin + length - 1, self._current_iterator
         begin += length
-    if self._steps_seen >= self._num_batches:
+    if self._num_batches and self._steps_seen >= self._num_batches:
         _start_anew(self)
     self.data_adapter.on_epoch_end()
 

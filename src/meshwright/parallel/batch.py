@@ -36,6 +36,15 @@ class PlacedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedStack:
+    """Several batches of the same shapes on the mesh, along a first dim."""
+
+    size: int
+    number: int
+    arrays: Any
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSplit:
     """How batches of one size are split over a mesh."""
 
@@ -67,24 +76,23 @@ class BatchSplit:
         free = (PartitionSpec.UNCONSTRAINED,) * (num_dims - 1)
         return NamedSharding(self.mesh, PartitionSpec(self.axes, *free))
 
-    def placement(self, is_stacked: bool = False) -> NamedSharding:
-        """That of a batch, or of several of this size along a first dim."""
-        stack = (None,) if is_stacked else ()
-        return NamedSharding(self.mesh, PartitionSpec(*stack, self.axes))
+    def placement(self, num_stacks: int = 0) -> NamedSharding:
+        """That of a batch, or of stacked ones, which have that many dims before."""
+        stacks = (None,) * num_stacks
+        return NamedSharding(self.mesh, PartitionSpec(*stacks, self.axes))
 
-    def put(self, data: Any, is_stacked: bool = False) -> Any:
+    def put(self, data: Any, num_stacks: int = 0) -> Any:
         """Moves a batch from the host onto the mesh; what has no samples goes whole.
 
         Arguments:
-            data: The batch.
-            is_stacked: Whether it is several batches of this size, along a first dim.
+            data: The batch, or batches of this size that are stacked.
+            num_stacks: Dims of the stack that come before those of a batch.
         """
-        split, whole = self.placement(is_stacked), replicated(self.mesh)
+        split, whole = self.placement(num_stacks), replicated(self.mesh)
 
         def put(array: Any) -> jax.Array:
             host = np.asarray(array)
-            sample = host[0] if is_stacked else host
-            where = split if self._has_samples(sample) else whole
+            where = split if self._has_samples(host[(0,) * num_stacks]) else whole
             return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
         return map_leaves(put, data)

@@ -40,24 +40,34 @@ class Microbatches:
         """Samples of the smaller one at the end; 0 if there is none."""
         return self.size % self.each
 
-    def cut(self, data: Any) -> tuple[Any, Any]:
-        """The equal ones, stacked along a new first dim, and the last one or None."""
+    def cut(self, data: Any, num_stacks: int = 0) -> tuple[Any, Any]:
+        """The equal ones, stacked along a new dim, and the last one or None.
+
+        Arguments:
+            data: A batch, or stacked batches.
+            num_stacks: Dims of the stack that come before those of a batch.
+        """
         middle = self.num_equal * self.each
+        each = (slice(None),) * num_stacks
 
         def stack(array: Any) -> Any:
             array = _as_array(array)
-            if not self._has_samples(array):
-                return np.broadcast_to(array, (self.num_equal, *array.shape))
-            return array[:middle].reshape(self.num_equal, self.each, *array.shape[1:])
+            stacks, dims = array.shape[:num_stacks], array.shape[num_stacks:]
+            if not self._has_samples(dims):
+                array = array.reshape(*stacks, 1, *dims)
+                return np.broadcast_to(array, (*stacks, self.num_equal, *dims))
+            first = array[(*each, slice(middle))]
+            return first.reshape(*stacks, self.num_equal, self.each, *dims[1:])
 
         def rest(array: Any) -> Any:
             array = _as_array(array)
-            return array[middle:] if self._has_samples(array) else array
+            has_samples = self._has_samples(array.shape[num_stacks:])
+            return array[(*each, slice(middle, None))] if has_samples else array
 
         return map_leaves(stack, data), map_leaves(rest, data) if self.last else None
 
-    def _has_samples(self, array: Any) -> bool:
-        return bool(array.ndim) and array.shape[0] == self.size
+    def _has_samples(self, dims: tuple[int, ...]) -> bool:
+        return bool(dims) and dims[0] == self.size
 
 
 def _as_array(array: Any) -> Any:

@@ -78,9 +78,9 @@ class DistributedDataset:
         if self._depth:
             arriving = prefetch(batches, self._split, self._depth)
 
-        def read() -> tuple[Any, int]:
+        def read() -> tuple[Any, int, int]:
             batch, size, self._position = next(arriving)
-            return batch, size
+            return batch, size, 1
 
         try:
             while True:

@@ -26,6 +26,11 @@ class Logs(dict[str, Any]):
         self._each = each
         self._num_steps = num_steps
 
+    @classmethod
+    def of_one(cls, logs: Any) -> "Logs":
+        """What a single step returned."""
+        return cls(logs, {name: [value] for name, value in logs.items()}, 1)
+
     def of_each(self) -> Iterator[dict[str, float]]:
         """The numbers of step after step; waits for the devices."""
         host = jax.device_get(self._each)
@@ -77,14 +82,19 @@ class Listeners:
         if self.of_state:
             original(callbacks, step, logs)
             return
-        each = list(logs.of_each()) if isinstance(logs, Logs) else []
+        if self.of_numbers:
+            self._tell_numbers(step, logs)
+        progress = callbacks._progbar
+        if progress is not None and progress.verbose == 1:
+            self._bar.follow(progress, step, logs)
+
+    def _tell_numbers(self, step: int, logs: Any) -> None:
+        several = logs if isinstance(logs, Logs) else Logs.of_one(logs)
+        each = list(several.of_each())
         for number, numbers in enumerate(each, start=step - len(each) + 1):
             for callback in self.of_numbers:
                 getattr(callback, self._begin)(number, {})
                 getattr(callback, self._end)(number, dict(numbers))
-        progress = callbacks._progbar
-        if progress is not None and progress.verbose == 1:
-            self._bar.follow(progress, step, logs)
 
 
 class _Bar:

@@ -1,53 +1,28 @@
-"""A Keras step as one program over a mesh."""
+"""A Keras step that runs over a mesh."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from meshwright.data.resident import ArraysInMemory, Placeable, Shapes, Stretch
+from meshwright.devices.containers import map_leaves
 from meshwright.devices.start import user_line
-from meshwright.devices.step import (
-    StepCheck,
-    StepState,
-    batch_size,
-    variables_of,
-)
-from meshwright.devices.strategy_hooks import (
-    TraceHooks,
-    replacing_forward_pass,
-    tracing,
-)
+from meshwright.devices.step import StepCheck, StepState, batch_size
 from meshwright.errors import BatchWarning, StrategyError
-from meshwright.models.forward import in_blocks
-from meshwright.parallel.batch import BatchSplit, PlacedBatch
-from meshwright.parallel.mesh import gathered, replicated
+from meshwright.parallel.batch import BatchSplit, PlacedBatch, PlacedStack
+from meshwright.parallel.mesh import replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.turns import run_in_turn
-from meshwright.train.accumulation import accumulated_step
 from meshwright.train.ahead import Ahead, finish_all
-from meshwright.train.formulations import compiler_options, in_best_form
 from meshwright.train.listeners import Logs
-from meshwright.train.pure_step import pure
-from meshwright.train.stretches import (
-    SMALL_STEP_FLOPS,
-    put_whole,
-    run_steps,
-    take_batch,
-)
+from meshwright.train.mesh_programs import MeshPrograms, Shardings
+from meshwright.train.stretches import put_whole
 from meshwright.train.traced_step import TracedStep
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-
-Shardings = tuple[tuple[NamedSharding, ...], ...]
-"""The placements of a step's state, list by list."""
-
-PREDICT_STATES, TEST_STATES, TRAIN_STATES = 2, 3, 4
-"""Lists in the states of Keras' steps: weights, others, optimizer, metrics."""
 
 
 class MeshStep:
@@ -65,9 +40,7 @@ class MeshStep:
                 "A step over a mesh is one compiled program.",
                 "Compile the model without these, or train it without a strategy.",
             )
-        self._model = model
-        self._function = pure(model, step.__name__, step.__wrapped__)
-        self._trains = step.__name__ == "train_step"
+        self._programs = MeshPrograms(model, step, plan, mesh)
         self._plan = plan
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
@@ -76,23 +49,19 @@ class MeshStep:
         self._newest_shardings: Shardings = ()
         self._has_run = False
         self.giving_back = self._state.giving_back
-        self._program = cache(self._make_program)
         self._ahead = Ahead()
         self._prepared: set[Any] = set()
-        self._trace = cache(self._make_trace)
-        self._stretch_program = cache(self._make_stretch_program)
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
         batch = data if isinstance(data, PlacedBatch) else self.put(data)
         cut = self._cut(batch.size)
-        self._warn_of_idle_devices(cut)
         state, shardings = self._lay_out(state)
-        program = self._program(cut, shardings)
+        program = self._programs.one_step(cut, shardings)
         return self._dispatch(program, cut, state, batch.arrays)
 
     def run_stretch(self, state: Any, stretch: Stretch, of_each: bool) -> Any:
-        """Runs several steps; returns what the last of them does.
+        """Runs several steps on arrays; returns what the last of them does.
 
         Arguments:
             state: The state before them.
@@ -100,11 +69,10 @@ class MeshStep:
             of_each: Whether the logs of each of them are wanted, as `Logs`.
         """
         cut = self._cut(stretch.batches.size)
-        self._warn_of_idle_devices(cut)
         state, shardings = self._lay_out(state)
         data, batches = self._keep(stretch.data), self._keep(stretch.batches)
         key = (cut, stretch.data.shapes, shardings)
-        program = self._stretch_program(*key, stretch.num_steps, of_each)
+        program = self._programs.over_arrays(*key, stretch.num_steps, of_each)
         if stretch.rest:
             self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
         if self.measures_kernels:
@@ -114,10 +82,21 @@ class MeshStep:
         self._ahead.finish(program)
         first = np.int32(stretch.first)
         logs, state = self._dispatch(program, cut, state, data, batches, first)
-        if of_each:
-            last, each = logs
-            logs = Logs(last, each, stretch.num_steps)
-        return logs, state
+        return _with_each(logs, stretch.num_steps, of_each), state
+
+    def run_placed(
+        self, state: Any, batches: PlacedStack | PlacedBatch, of_each: bool
+    ) -> Any:
+        """Runs a step on each of the batches, as `run_stretch` does."""
+        if isinstance(batches, PlacedBatch):
+            return self(state, batches)
+        cut = self._cut(batches.size)
+        state, shardings = self._lay_out(state)
+        shapes = Shapes.of(jax.tree.map(_first_of, batches.arrays))
+        key = (cut, shapes, shardings)
+        program = self._programs.over_stack(*key, batches.number, of_each)
+        logs, state = self._dispatch(program, cut, state, batches.arrays)
+        return _with_each(logs, batches.number, of_each), state
 
     @property
     def measures_kernels(self) -> bool:
@@ -126,7 +105,15 @@ class MeshStep:
 
     def work(self, data: ArraysInMemory, size: int) -> TracedStep:
         """What a step on a batch of `size` of these arrays does."""
-        return self._trace(self._cut(size), data.shapes, self._all_shardings())
+        cut = self._cut(size)
+        batch = self._programs.batch_shapes(cut, data.shapes)
+        return self._programs.trace(cut, batch, self._all_shardings())
+
+    def work_on(self, batch: Any) -> TracedStep:
+        """What a step on a batch of the host does."""
+        cut = self._cut(batch_size(batch))
+        shapes = Shapes.of(self._cut_up(cut, map_leaves(np.asarray, batch)))
+        return self._programs.trace(cut, shapes, self._all_shardings())
 
     def prepare(
         self,
@@ -151,49 +138,74 @@ class MeshStep:
         self._prepared.add(wanted)
         shardings, whole = self._all_shardings(), replicated(self._mesh)
         key = (self._cut(size), data.shapes, shardings)
-        program = self._stretch_program(*key, num_steps, of_each)
+        program = self._programs.over_arrays(*key, num_steps, of_each)
         places = tuple(list(group) for group in shardings)
-        state = jax.tree.map(_placed_shape, self._state_shapes(), places)
+        state = jax.tree.map(_placed_shape, self._programs.state_shapes(), places)
         rows = jax.ShapeDtypeStruct((num_batches, size), np.int32, sharding=whole)
         arrays = jax.tree.map(lambda leaf: _placed_shape(leaf, whole), data.shapes.tree)
         self._ahead.start(program, state, arrays, rows, np.int32(0))
+
+    def put(self, data: Any) -> PlacedBatch:
+        """Moves a batch onto the mesh; other threads may do it ahead of the step.
+
+        It is copied first: the step may read it later, when its source has used the
+        same arrays for another one.
+        """
+        cut = self._cut(batch_size(data))
+        parts = self._cut_up(cut, map_leaves(np.array, data))
+        return PlacedBatch(cut.size, self._place(cut, parts))
+
+    def put_stack(self, stack: Any, size: int) -> PlacedStack:
+        """Moves batches that are stacked along a first dim onto the mesh, like `put`.
+
+        Arguments:
+            stack: The batches.
+            size: Samples in each.
+        """
+        cut = self._cut(size)
+        placed = self._place(cut, self._cut_up(cut, stack, 1), 1)
+        return PlacedStack(size, len(jax.tree.leaves(placed)[0]), placed)
+
+    def lower(self, state: Any, data: Any) -> Any:
+        """The program for a batch like `data`, ready to be compiled and looked at."""
+        batch = self.put(data)
+        state, shardings = self._lay_out(state)
+        program = self._programs.one_step(self._cut(batch.size), shardings)
+        return program.lower(state, batch.arrays)
+
+    def _cut(self, size: int) -> Microbatches:
+        return Microbatches(size, self._plan.accumulate if self._programs.trains else 1)
+
+    def _cut_up(self, cut: Microbatches, batch: Any, num_stacks: int = 0) -> Any:
+        """A batch in the form that steps take it: whole, or as microbatches."""
+        return batch if cut.wanted == 1 else cut.cut(batch, num_stacks)
+
+    def _place(self, cut: Microbatches, parts: Any, num_stacks: int = 0) -> Any:
+        if cut.wanted == 1:
+            return BatchSplit(cut.size, self._mesh).put(parts, num_stacks)
+        equal, last = parts
+        first = BatchSplit(cut.each, self._mesh).put(equal, num_stacks + 1)
+        if last is None:
+            return first, None
+        return first, BatchSplit(cut.last, self._mesh).put(last, num_stacks)
 
     def _keep(self, arrays: Placeable) -> Any:
         whole = partial(put_whole, replicated(self._mesh))
         return arrays.placed(self._mesh, whole)
 
     def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
+        self._warn_of_idle_devices(cut)
         self._check.look(program, (state, *rest), cut.size)
         outputs, state = run_in_turn(self._mesh, program, state, *rest)
         self._newest = state
         return outputs, self._state.keep(state)
-
-    def put(self, data: Any) -> PlacedBatch:
-        """Moves a batch onto the mesh; other threads may do it ahead of the step."""
-        cut = self._cut(batch_size(data))
-        if cut.wanted == 1:
-            return PlacedBatch(cut.size, BatchSplit(cut.size, self._mesh).put(data))
-        equal, last = cut.cut(data)
-        first = BatchSplit(cut.each, self._mesh).put(equal, is_stacked=True)
-        rest = None if last is None else BatchSplit(cut.last, self._mesh).put(last)
-        return PlacedBatch(cut.size, (first, rest))
-
-    def lower(self, state: Any, data: Any) -> Any:
-        """The program for a batch like `data`, ready to be compiled and looked at."""
-        batch = self.put(data)
-        state, shardings = self._lay_out(state)
-        program = self._program(self._cut(batch.size), shardings)
-        return program.lower(state, batch.arrays)
-
-    def _cut(self, size: int) -> Microbatches:
-        return Microbatches(size, self._plan.accumulate if self._trains else 1)
 
     def _warn_of_idle_devices(self, cut: Microbatches) -> None:
         """Says once that training batches do not divide; a tail is no reason to."""
         is_first, self._has_run = not self._has_run, True
         split = BatchSplit(cut.each, self._mesh)
         is_uneven = split.size > split.num_replicas > split.pieces
-        if is_first and is_uneven and self._trains:
+        if is_first and is_uneven and self._programs.trains:
             wanted = split.num_replicas * cut.wanted
             below = max(cut.size // wanted, 1) * wanted
             what = "global batch" if cut.wanted == 1 else "microbatch"
@@ -212,121 +224,26 @@ class MeshStep:
         """The state as it lies on the mesh; what a step has put out does already."""
         if state is self._newest:
             return state, self._newest_shardings
-        self._newest_shardings = shardings = self._shardings(len(state))
+        self._newest_shardings = shardings = self._programs.shardings(len(state))
         laid_out = tuple(
             [_put(v, s) for v, s in zip(values, group, strict=True)]
             for values, group in zip(state, shardings, strict=True)
         )
         return laid_out, shardings
 
-    def _state_shapes(self) -> Any:
-        variables = variables_of(self._model, [()] * self._num_lists)
-        return tuple([_shape_of(v) for v in group] for group in variables)
-
     def _all_shardings(self) -> Shardings:
-        return self._shardings(self._num_lists)
+        return self._programs.shardings(self._programs.num_lists)
 
-    @property
-    def _num_lists(self) -> int:
-        return TRAIN_STATES if self._trains else TEST_STATES
 
-    def _shardings(self, num_lists: int) -> Shardings:
-        whole = replicated(self._mesh)
-        variables = variables_of(self._model, [()] * num_lists)
-        return tuple(tuple(v._layout or whole for v in group) for group in variables)
+def _with_each(logs: Any, num_steps: int, of_each: bool) -> Any:
+    if not of_each:
+        return logs
+    last, each = logs
+    return Logs(last, each, num_steps)
 
-    def _keep_gathered(self, variable: Any, value: Any) -> Any:
-        place = variable._layout or replicated(self._mesh)
-        return jax.lax.with_sharding_constraint(value, gathered(place))
 
-    def _make_program(self, cut: Microbatches, shardings: Shardings) -> Any:
-        step = self._step_function(cut, shardings)
-        return self._compile_later(step, shardings)
-
-    def _make_trace(
-        self, cut: Microbatches, data: Shapes, shardings: Shardings
-    ) -> TracedStep:
-        state = self._state_shapes()
-        row = jax.ShapeDtypeStruct((cut.size,), np.int32)
-        batch = jax.eval_shape(partial(take_batch, cut, self._mesh), data.tree, row)
-        return TracedStep.of(self._step_function(cut, shardings), state, batch)
-
-    def _make_stretch_program(
-        self,
-        cut: Microbatches,
-        data: Shapes,
-        shardings: Shardings,
-        num_steps: int,
-        of_each: bool,
-    ) -> Any:
-        step = self._trace(cut, data, shardings)
-        out = [list(group) for group in shardings]
-
-        def run(state: Any, data: Any, batches: Any, first: Any) -> Any:
-            def one(state: Any, row: Any) -> Any:
-                batch = take_batch(cut, self._mesh, data, batches[row])
-                logs, state = step(state, batch)
-                return tuple(jax.lax.with_sharding_constraint(list(state), out)), logs
-
-            unrolls = step.flops <= SMALL_STEP_FLOPS
-            return run_steps(
-                one,
-                state,
-                first,
-                num_steps,
-                step.logs,
-                unrolls=unrolls,
-                of_each=of_each,
-            )
-
-        return self._compile_later(run, shardings)
-
-    def _step_function(
-        self, cut: Microbatches, shardings: Shardings
-    ) -> Callable[[Any, Any], Any]:
-        in_use = [[gathered(place) for place in group] for group in shardings[:2]]
-
-        def gather(weights: Any) -> Any:
-            # Weights are gathered before use instead of leaving it to the compiler:
-            # XLA was seen to compute wrong gradients with three axes in play. In mixed
-            # precision the same holds for what they are cast to.
-            return jax.lax.with_sharding_constraint(weights, in_use)
-
-        def step(state: Any, batch: Any) -> Any:
-            remat = self._plan.remat and self._trains
-            weights = list(state[:2]) if remat else gather(list(state[:2]))
-            with self._in_blocks(gather) if remat else nullcontext():
-                return self._run(cut, (*weights, *state[2:]), batch)
-
-        return in_best_form(step, self._mesh)
-
-    def _compile_later(self, run: Callable[..., Any], shardings: Shardings) -> Any:
-        predicts = len(shardings) == PREDICT_STATES
-        # Every process reads the outputs, so they are whole if there are several.
-        is_alone = not self._mesh.is_multi_process
-        logs = None if predicts and is_alone else replicated(self._mesh)
-        out = tuple(list(group) for group in shardings)
-        options = compiler_options(self._mesh)
-        return jax.jit(
-            run,
-            donate_argnums=0,
-            out_shardings=(logs, out),
-            compiler_options=options,
-        )
-
-    def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
-        return replacing_forward_pass(self._model, in_blocks(gather))
-
-    def _run(self, cut: Microbatches, state: Any, batch: Any) -> Any:
-        if cut.wanted > 1:
-            return accumulated_step(self._model, state, batch, self._keeping)
-        with self._keeping(cut.size):
-            return self._function(state, batch)
-
-    def _keeping(self, size: int) -> AbstractContextManager[None]:
-        """Keeps what layers put out split by sample, and weights as they were."""
-        split = BatchSplit(size, self._mesh)
-        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+def _first_of(array: Any) -> Any:
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
 
 
 def _placed_shape(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -337,12 +254,6 @@ def _put(value: Any, where: NamedSharding) -> Any:
     # Asking first takes a tenth of the time that JAX takes to find nothing to do.
     is_there = isinstance(value, jax.Array) and value.sharding == where
     return value if is_there else jax.device_put(value, where)
-
-
-def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
-    # Keras takes the values away while `fit` runs.
-    held = variable if variable._value is None else variable._value
-    return jax.ShapeDtypeStruct(tuple(held.shape), held.dtype)
 
 
 def as_keras_takes_them(arrays: Any) -> Any:

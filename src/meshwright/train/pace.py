@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.cluster.store import say_to_all
 from meshwright.data.resident import ArraysInMemory
+from meshwright.data.streams import shapes_of
 from meshwright.devices.device import Device
 from meshwright.devices.runtime import name_of, usable_devices
 from meshwright.devices.settings import current_settings
@@ -30,6 +31,18 @@ system, page by page, which took 30 of 160 ms of a step of the reference CNN.
 
 MOST_STEPS = 512
 """More of them gain nothing."""
+
+STACK_BYTES = 2**24
+"""Batches from the host are dispatched together up to this size.
+
+They wait for each other, and some times as many are on their way.
+"""
+
+MOST_OF_UNKNOWN = 32
+"""Steps at a time where nobody knows how many there are.
+
+Those that are left at the end are dispatched one by one.
+"""
 
 SHARE_OF_GPU = 4
 SHARE_OF_HOST = 8
@@ -63,7 +76,10 @@ class Pace:
         self._verb = verb
         self._mesh = mesh
         self._resident = resident
-        self._lengths: dict[int, int] = {}
+        self._lengths: dict[Any, int] = {}
+        # All processes dispatch as many steps together, whatever machine they are on.
+        cores = say_to_all("cores", str(os.cpu_count() or 1))
+        self._cores = min(map(int, cores))
         self.listeners = Listeners(None, verb)
 
     def __str__(self) -> str:
@@ -82,6 +98,32 @@ class Pace:
         size = format_bytes(data.num_bytes)
         self.because["data"] = f"The arrays stay on the devices, {size} on each."
         return True
+
+    @property
+    def step(self) -> Any:
+        """The step over the mesh; None as long as Keras has not made it."""
+        function = getattr(self._model, _FUNCTIONS[self._verb])
+        return function and function.guarded
+
+    def stacks(self, depth: int) -> bool:
+        """Whether batches from the host may be dispatched several at a time.
+
+        Arguments:
+            depth: For how many dispatches batches are put ahead of their use.
+        """
+        reason = self._why_no_stacks(depth)
+        if reason is not None:
+            self.because["steps"] = f"Steps are dispatched one by one: {reason}."
+        return reason is None
+
+    def _why_no_stacks(self, depth: int) -> str | None:
+        if self._verb not in _FUNCTIONS:
+            return "predict returns every batch"
+        if self.listeners.of_state:
+            return f"{self._state_listeners} wants to see each of them"
+        if current_settings().memory_limit is not None:
+            return "a memory limit is set"
+        return "prefetch=0" if depth < 1 else None
 
     def _why_not(self, data: ArraysInMemory | None) -> str | None:
         if data is None:
@@ -144,53 +186,80 @@ class Pace:
 
     def choose_length(self, data: ArraysInMemory, size: int, num_left: int) -> int:
         """How many of the steps that are left are dispatched together."""
-        function = getattr(self._model, _FUNCTIONS[self._verb])
-        if function is None:
+        if self.step is None:
             return 1  # somebody looks at a batch before the step is made
         if size not in self._lengths:
-            work = function.guarded.work(data, size)
-            self._lengths[size] = self._length(work, num_left)
+            wanted, why = self._wanted(self.step.work(data, size), MOST_STEPS)
+            self._lengths[size] = length = even_length(num_left, wanted)
+            if num_left > 1 or "steps" not in self.because:
+                self._say(length, why)
         return self._lengths[size]
 
-    def _length(self, work: TracedStep, num_steps: int) -> int:
+    def choose_stack(self, batch: Any, num_left: int | None) -> int:
+        """How many batches of the host like this one are dispatched together.
+
+        Arguments:
+            batch: The first of them.
+            num_left: How many of this size there are, if that is known.
+        """
+        shapes = shapes_of(batch)
+        if shapes not in self._lengths:
+            most = min(STACK_BYTES // max(shapes.num_bytes, 1), MOST_STEPS)
+            wanted, why = self._wanted(self.step.work_on(batch), most)
+            if num_left is None:
+                length = min(wanted, MOST_OF_UNKNOWN)
+            else:
+                # With two or more of them, one is made while the other is computed.
+                length = even_length(num_left, wanted, num_stretches=2)
+            self._lengths[shapes] = length
+            self._say(length, why)
+        return self._lengths[shapes]
+
+    def _wanted(self, work: TracedStep, most: int) -> tuple[int, str]:
+        """How many steps should be dispatched together, and why."""
         if self.listeners.of_state:
-            length, why = 1, f"{self._state_listeners} wants to see each of them"
-        elif not work.is_repeatable:
-            length, why = 1, "the step changes the shape or type of its state"
-        elif self._is_on_cpu and work.has_grouped_convolutions:
-            length, why = 1, "loops have no fast code for convolutions in groups"
-        else:
-            seconds = seconds_of(work, self._is_on_cpu)
-            most = STRETCH_SECONDS_ON_CPU if self._is_on_cpu else STRETCH_SECONDS
-            wanted = min(max(round(most / seconds), 1), MOST_STEPS)
-            length = even_length(num_steps, wanted)
-            why = f"one takes about {1000 * seconds:.2g} ms"
-        if num_steps > 1 or "steps" not in self.because:
-            together = "one by one" if length == 1 else f"{length} at a time"
-            self.because["steps"] = f"Steps are dispatched {together}: {why}."
-        return length
+            return 1, f"{self._state_listeners} wants to see each of them"
+        if not work.is_repeatable:
+            return 1, "the step changes the shape or type of its state"
+        if self._is_on_cpu and work.has_grouped_convolutions:
+            return 1, "loops have no fast code for convolutions in groups"
+        if most <= 1:
+            return 1, f"two batches have more than {format_bytes(STACK_BYTES)}"
+        seconds = seconds_of(work, self._cores if self._is_on_cpu else None)
+        longest = STRETCH_SECONDS_ON_CPU if self._is_on_cpu else STRETCH_SECONDS
+        wanted = min(max(round(longest / seconds), 1), most)
+        return wanted, f"one takes about {1000 * seconds:.2g} ms"
+
+    def _say(self, length: int, why: str) -> None:
+        together = "one by one" if length == 1 else f"{length} at a time"
+        self.because["steps"] = f"Steps are dispatched {together}: {why}."
 
 
-def seconds_of(work: TracedStep, is_cpu: bool) -> float:
-    """A guess of the time that a step takes."""
-    cores = os.cpu_count() or 1
-    speed = CPU_FLOPS_PER_CORE * cores if is_cpu else ACCELERATOR_FLOPS
+def seconds_of(work: TracedStep, cores: int | None) -> float:
+    """A guess of the time that a step takes on so many cores, or on an accelerator."""
+    speed = CPU_FLOPS_PER_CORE * cores if cores else ACCELERATOR_FLOPS
     return work.flops / speed + work.num_operations * SECONDS_PER_OPERATION
 
 
-def even_length(num_steps: int, wanted: int) -> int:
+def even_length(num_steps: int, wanted: int, num_stretches: int = 1) -> int:
     """About the wanted length, such that all stretches are equal, if there is one.
 
     Stretches of another length are another program to be compiled.
 
+    Arguments:
+        num_steps: Steps of all stretches.
+        wanted: The wanted length.
+        num_stretches: How many stretches there are at the least.
+
     >>> even_length(1875, 150), even_length(234, 150), even_length(1009, 150)
     (125, 234, 150)
     """
-    if wanted == 1:
-        return 1
-    if num_steps <= 2 * wanted:
+    most = max(num_steps // num_stretches, 1)
+    if wanted == 1 or most <= wanted:
+        return min(wanted, most)
+    if num_stretches == 1 and num_steps <= 2 * wanted:
         return num_steps
-    near = range(max(wanted // 2, 1), 2 * wanted + 1)
+    near = range(max(wanted // 2, 1), min(2 * wanted, most) + 1)
     even = [length for length in near if num_steps % length == 0]
     return min(even, key=lambda length: abs(length - wanted), default=wanted)
 

@@ -42,8 +42,8 @@ def take_batch(cut: Microbatches, mesh: Mesh, data: Any, indices: Any) -> Any:
         indices: Which samples are in the batch.
     """
 
-    def take(indices: Any, size: int, is_stacked: bool = False) -> Any:
-        place = BatchSplit(size, mesh).placement(is_stacked)
+    def take(indices: Any, size: int, num_stacks: int = 0) -> Any:
+        place = BatchSplit(size, mesh).placement(num_stacks)
         indices = jax.lax.with_sharding_constraint(indices, place)
         # Asking whether indices exist would double the time that it takes on a CPU.
         kept = {"mode": "promise_in_bounds"}
@@ -53,13 +53,12 @@ def take_batch(cut: Microbatches, mesh: Mesh, data: Any, indices: Any) -> Any:
         return take(indices, cut.size)
     equal, last = cut.cut(indices)
     rest = None if last is None else take(last, cut.last)
-    return take(equal, cut.each, is_stacked=True), rest
+    return take(equal, cut.each, num_stacks=1), rest
 
 
 def run_steps(
     step: Callable[[Any, Any], Any],
     state: Any,
-    first: Any,
     num_steps: int,
     logs: Any,
     *,
@@ -69,9 +68,9 @@ def run_steps(
     """Inside a program: one step after the other.
 
     Arguments:
-        step: Takes the state and the number of a step; returns the state and logs.
+        step: Takes the state and the number of a step, from 0; returns the state and
+            logs.
         state: The state before them.
-        first: The number of the first.
         num_steps: How many there are.
         logs: The shapes of a step's logs.
         unrolls: Whether a round of the loop has several steps.
@@ -82,12 +81,12 @@ def run_steps(
         stacked, and the state after them.
     """
     if num_steps == 1:
-        state, logs = step(state, first)
+        state, logs = step(state, 0)
         each = jax.tree.map(lambda log: log[jnp.newaxis], logs)
         return ((logs, each) if of_each else logs), state
     fitting = (n for n in UNROLLS if num_steps % n == 0)
     unroll = next(fitting, 1) if unrolls else 1
-    steps = first + jnp.arange(num_steps, dtype=jnp.int32)
+    steps = jnp.arange(num_steps, dtype=jnp.int32)
     if of_each:
         state, each = jax.lax.scan(step, state, steps, unroll=unroll)
         return (jax.tree.map(lambda log: log[-1], each), each), state

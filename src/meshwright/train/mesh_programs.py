@@ -1,0 +1,206 @@
+"""The programs that a Keras step becomes on a mesh."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+from meshwright.data.resident import Shapes
+from meshwright.devices.step import variables_of
+from meshwright.devices.strategy_hooks import (
+    TraceHooks,
+    replacing_forward_pass,
+    tracing,
+)
+from meshwright.models.forward import in_blocks
+from meshwright.parallel.batch import BatchSplit
+from meshwright.parallel.mesh import gathered, replicated
+from meshwright.parallel.microbatch import Microbatches
+from meshwright.parallel.plan import Plan
+from meshwright.train.accumulation import accumulated_step
+from meshwright.train.formulations import compiler_options, in_best_form
+from meshwright.train.pure_step import pure
+from meshwright.train.stretches import SMALL_STEP_FLOPS, run_steps, take_batch
+from meshwright.train.traced_step import TracedStep
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+Shardings = tuple[tuple[NamedSharding, ...], ...]
+"""The placements of a step's state, list by list."""
+
+PREDICT_STATES, TEST_STATES, TRAIN_STATES = 2, 3, 4
+"""Lists in the states of Keras' steps: weights, others, optimizer, metrics."""
+
+
+class MeshPrograms:
+    """Makes functions under `jax.jit` of a step of Keras', each once.
+
+    All of them take the state first, give it back with the same placements, and
+    return what Keras' step does.
+
+    Attributes:
+        trains: Whether the step is that of `fit`.
+        one_step: `(cut, shardings)`: a step on a batch, of any shapes.
+        over_arrays: `(cut, arrays, shardings, num_steps, of_each)`: steps on arrays
+            that are whole on every device, rows of indices, and the first row.
+        over_stack: `(cut, batch, shardings, num_steps, of_each)`: steps on batches that
+            are stacked along a first dim.
+        trace: `(cut, batch, shardings)`: the step on a batch of these shapes.
+    """
+
+    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh) -> None:
+        self.trains = step.__name__ == "train_step"
+        self._model = model
+        self._function = pure(model, step.__name__, step.__wrapped__)
+        self._plan = plan
+        self._mesh = mesh
+        self.one_step = cache(self._one_step)
+        self.over_arrays = cache(self._over_arrays)
+        self.over_stack = cache(self._over_stack)
+        self.trace = cache(self._trace)
+
+    @property
+    def num_lists(self) -> int:
+        """Lists in the state of a step that runs in stretches."""
+        return TRAIN_STATES if self.trains else TEST_STATES
+
+    def shardings(self, num_lists: int) -> Shardings:
+        """Where the state belongs."""
+        whole = replicated(self._mesh)
+        variables = variables_of(self._model, [()] * num_lists)
+        return tuple(tuple(v._layout or whole for v in group) for group in variables)
+
+    def state_shapes(self) -> Any:
+        """The shapes and types of the state."""
+        variables = variables_of(self._model, [()] * self.num_lists)
+        return tuple([_shape_of(v) for v in group] for group in variables)
+
+    def batch_shapes(self, cut: Microbatches, arrays: Shapes) -> Shapes:
+        """Those of a batch that is taken from arrays."""
+        row = jax.ShapeDtypeStruct((cut.size,), np.int32)
+        take = partial(take_batch, cut, self._mesh)
+        return Shapes.of(jax.eval_shape(take, arrays.tree, row))
+
+    def _one_step(self, cut: Microbatches, shardings: Shardings) -> Any:
+        step = self._step_function(cut, shardings)
+        return self._compile_later(step, shardings)
+
+    def _trace(
+        self, cut: Microbatches, batch: Shapes, shardings: Shardings
+    ) -> TracedStep:
+        step = self._step_function(cut, shardings)
+        return TracedStep.of(step, self.state_shapes(), batch.tree)
+
+    def _over_arrays(
+        self,
+        cut: Microbatches,
+        arrays: Shapes,
+        shardings: Shardings,
+        num_steps: int,
+        of_each: bool,
+    ) -> Any:
+        step = self.trace(cut, self.batch_shapes(cut, arrays), shardings)
+
+        def pick(number: Any, arrays: Any, batches: Any, first: Any) -> Any:
+            return take_batch(cut, self._mesh, arrays, batches[first + number])
+
+        return self._loop(step, pick, shardings, num_steps, of_each)
+
+    def _over_stack(
+        self,
+        cut: Microbatches,
+        batch: Shapes,
+        shardings: Shardings,
+        num_steps: int,
+        of_each: bool,
+    ) -> Any:
+        step = self.trace(cut, batch, shardings)
+
+        def pick(number: Any, stack: Any) -> Any:
+            return jax.tree.map(lambda array: array[number], stack)
+
+        return self._loop(step, pick, shardings, num_steps, of_each)
+
+    def _loop(
+        self,
+        step: TracedStep,
+        pick: Callable[..., Any],
+        shardings: Shardings,
+        num_steps: int,
+        of_each: bool,
+    ) -> Any:
+        """Several steps; `pick` gets a batch from its number and the arguments."""
+        places = [list(group) for group in shardings]
+        unrolls = step.flops <= SMALL_STEP_FLOPS
+
+        def run(state: Any, *data: Any) -> Any:
+            def one(state: Any, number: Any) -> Any:
+                logs, state = step(state, pick(number, *data))
+                state = jax.lax.with_sharding_constraint(list(state), places)
+                return tuple(state), logs
+
+            logs = step.logs
+            return run_steps(
+                one, state, num_steps, logs, unrolls=unrolls, of_each=of_each
+            )
+
+        return self._compile_later(run, shardings)
+
+    def _step_function(
+        self, cut: Microbatches, shardings: Shardings
+    ) -> Callable[[Any, Any], Any]:
+        in_use = [[gathered(place) for place in group] for group in shardings[:2]]
+
+        def gather(weights: Any) -> Any:
+            # Weights are gathered before use instead of leaving it to the compiler:
+            # XLA was seen to compute wrong gradients with three axes in play. In mixed
+            # precision the same holds for what they are cast to.
+            return jax.lax.with_sharding_constraint(weights, in_use)
+
+        def step(state: Any, batch: Any) -> Any:
+            remat = self._plan.remat and self.trains
+            weights = list(state[:2]) if remat else gather(list(state[:2]))
+            with self._in_blocks(gather) if remat else nullcontext():
+                return self._run(cut, (*weights, *state[2:]), batch)
+
+        return in_best_form(step, self._mesh)
+
+    def _compile_later(self, run: Callable[..., Any], shardings: Shardings) -> Any:
+        predicts = len(shardings) == PREDICT_STATES
+        # Every process reads the outputs, so they are whole if there are several.
+        is_alone = not self._mesh.is_multi_process
+        logs = None if predicts and is_alone else replicated(self._mesh)
+        out = tuple(list(group) for group in shardings)
+        options = compiler_options(self._mesh)
+        return jax.jit(
+            run,
+            donate_argnums=0,
+            out_shardings=(logs, out),
+            compiler_options=options,
+        )
+
+    def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
+        return replacing_forward_pass(self._model, in_blocks(gather))
+
+    def _run(self, cut: Microbatches, state: Any, batch: Any) -> Any:
+        if cut.wanted > 1:
+            return accumulated_step(self._model, state, batch, self._keeping)
+        with self._keeping(cut.size):
+            return self._function(state, batch)
+
+    def _keeping(self, size: int) -> AbstractContextManager[None]:
+        """Keeps what layers put out split by sample, and weights as they were."""
+        split = BatchSplit(size, self._mesh)
+        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+
+    def _keep_gathered(self, variable: Any, value: Any) -> Any:
+        place = variable._layout or replicated(self._mesh)
+        return jax.lax.with_sharding_constraint(value, gathered(place))
+
+
+def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
+    # Keras takes the values away while `fit` runs.
+    held = variable if variable._value is None else variable._value
+    return jax.ShapeDtypeStruct(tuple(held.shape), held.dtype)
