@@ -16,6 +16,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for variable in [*os.environ]:
     if variable.startswith("MESHWRIGHT_") or variable == "KERAS_BACKEND":
         del os.environ[variable]
+# Compiling is most of what the tests do; what is compiled runs for milliseconds.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 
 import meshwright as mw  # noqa: E402
@@ -24,6 +26,9 @@ from meshwright.devices.settings import current_settings, keep_settings  # noqa:
 mw.configure(virtual=8)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
+"""What scripts of their own do not inherit: they run as users run them."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +50,7 @@ def run_script(tmp_path: Path) -> Run:
     ) -> "subprocess.CompletedProcess[str]":
         script = tmp_path / "script.py"
         script.write_text(source)
-        base = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER")
-        }
+        base = {k: v for k, v in os.environ.items() if k not in OF_TESTS}
         done = subprocess.run(
             [sys.executable, str(script)],
             capture_output=True,

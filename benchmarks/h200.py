@@ -1,26 +1,16 @@
-"""What is promised for one NVIDIA H200: `python benchmarks/h200.py`, 6 minutes.
+"""What is promised for one NVIDIA H200: `python benchmarks/h200.py`, 9 minutes.
 
-Needs JAX with CUDA and Keras. `--small` goes through the same on a CPU.
+Needs JAX with CUDA and Keras. Without names of suites all of them run, each with
+results of its own. `--small` goes through the same on a CPU.
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from harness import Bar, Comparison, Contender
 from run import options_of, run_suite
-
-
-def comparisons(is_small: bool) -> list[Comparison]:
-    """The reference job, the tiny network, MNIST to 99 %, and a second start."""
-    return [
-        *(
-            reference_job(*row, is_small)
-            for row in (("bfloat16", 0.62), ("float32", 0.9))
-        ),
-        tiny_network(is_small),
-        to_99_percent(),
-        starts(is_small),
-    ]
 
 
 def reference_job(precision: str, seconds: float, is_small: bool) -> Comparison:
@@ -58,9 +48,12 @@ def tiny_network(is_small: bool) -> Comparison:
     return Comparison(name="tiny MLP", contenders=contenders, bars=bars)
 
 
-def to_99_percent() -> Comparison:
+def to_99_percent(is_small: bool) -> Comparison:
     """Any batch and schedule: the settings of the example."""
-    run = Contender(name="examples/mnist_99.py", script="to_99_percent.py")
+    arguments = ["--small"] if is_small else []
+    run = Contender(
+        name="examples/mnist_99.py", script="to_99_percent.py", arguments=arguments
+    )
     bars = [
         Bar(ours=run.name, seconds=0.5),
         Bar(ours=run.name, test_accuracy=0.99),
@@ -71,14 +64,19 @@ def to_99_percent() -> Comparison:
 def starts(is_small: bool) -> Comparison:
     """From the start of a script to the end of its first training step."""
     job = ["--job", "mlp" if is_small else "cnn"]
-    second = Contender(
-        name="meshwright, second start",
-        script="fresh_start.py",
-        arguments=["meshwright-step", *job],
-    )
+    kinds = {
+        "meshwright, second start": ["meshwright-step", *job],
+        "stock, second start": ["stock-step", *job],
+        "one operation of JAX": ["jax-operation"],
+        "import jax": ["import-jax"],
+    }
+    contenders = [
+        Contender(name=name, script="fresh_start.py", arguments=arguments)
+        for name, arguments in kinds.items()
+    ]
     name = "start to first step of the reference job; compile: what the first took more"
-    bars = [Bar(ours=second.name, seconds=3.0)]
-    return Comparison(name=name, contenders=[second], bars=bars)
+    bars = [Bar(ours="meshwright, second start", seconds=3.0)]
+    return Comparison(name=name, contenders=contenders, bars=bars)
 
 
 def _fit(name: str, strategy: str, *arguments: str) -> Contender:
@@ -86,16 +84,27 @@ def _fit(name: str, strategy: str, *arguments: str) -> Contender:
     return Contender(name=name, script="keras_fit.py", arguments=more)
 
 
+SUITES: dict[str, Callable[[bool], Comparison]] = {
+    "h200-bfloat16": partial(reference_job, "bfloat16", 0.62),
+    "h200-float32": partial(reference_job, "float32", 0.9),
+    "h200-mlp": tiny_network,
+    "h200-99": to_99_percent,
+    "h200-start": starts,
+}
+
+
 def main() -> None:
-    """Runs everything in one go."""
+    """Runs the suites that were named, or all."""
     parser = options_of(__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--small", action="store_true", help="on a CPU, no files")
     options: Any = parser.parse_args()
     if options.small:
         os.environ["JAX_PLATFORMS"] = "cpu"
         options.short = True
-    command = f"python benchmarks/h200.py --repeats {options.repeats}"
-    run_suite("h200", comparisons(options.small), options, command)
+    for name in options.suites or SUITES:
+        command = f"python benchmarks/h200.py {name} --repeats {options.repeats}"
+        run_suite(name, [SUITES[name](options.small)], options, command)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 LEARNING_RATE = 1e-3
-WIDTH, DEPTH = 1024, 4  # of the matmul-bound network
+WIDTH, DEPTH = 512, 4  # of the matmul-bound network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ JOBS = {
     for job in (
         Job(name="cnn", samples=2560, batch_size=256, parameters=331_370),
         Job(name="mlp", samples=60_000, batch_size=32, parameters=25_450),
-        Job(name="matmul", samples=4096, batch_size=1024, parameters=4_208_650),
+        Job(name="matmul", samples=16_384, batch_size=4096, parameters=1_055_754),
     )
 }
 

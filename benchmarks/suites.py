@@ -6,7 +6,7 @@ from harness import Bar, Comparison, Contender
 
 CPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Small enough to see in seconds that everything runs; no figures are taken from it.
-SHORT = {"cnn": "512", "mlp": "3200", "matmul": "2048"}
+SHORT = {"cnn": "512", "mlp": "3200", "matmul": "8192"}
 
 
 def fit(name: str, strategy: str, *arguments: str) -> Contender:
@@ -158,7 +158,7 @@ def scaling(is_short: bool) -> list[Comparison]:
         ("matmul-bound MLP", "matmul", 1.85),
         ("reference CNN", "cnn", 1.6),
     ):
-        sizes = [*sized(job, is_short), "--pinned"]
+        sizes = [*sized(job, is_short), "--epochs", "3", "--pinned"]
         contenders = [
             fit("1 process", "mirrored", *sizes),
             fit("2 processes", "mirrored", "--processes", "2", *sizes),

@@ -66,6 +66,7 @@ def repetition(what: str, job: str) -> Callable[[Path], dict[str, Any]]:
     programs = {
         "nothing": "",
         "import-jax": "import jax",
+        "jax-operation": "import jax.numpy as jnp; (jnp.ones(3) + 1).tolist()",
         "import-meshwright": "import meshwright",
         "stock-step": FIRST_STEP.format(job=job, **STOCK),
         "meshwright-step": FIRST_STEP.format(job=job, **OURS),

@@ -13,7 +13,8 @@ def main() -> None:
     import jax
     import mnist_99
 
-    run = mnist_99.Run(mnist_99.load(str(find_mnist())))
+    is_small = "--small" in sys.argv
+    run = mnist_99.Run(mnist_99.load(None if is_small else str(find_mnist())))
 
     def train() -> dict[str, float]:
         run.train()

@@ -5,6 +5,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -239,7 +240,37 @@ def who_says_nothing_is_named() -> None:
     ]
 
 
+def streams_are_stacked_alike() -> None:
+    x, y = data(40)
+
+    def batches() -> Iterator[Any]:
+        for _ in range(2):
+            yield from ((x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4))
+
+    options = {"steps_per_epoch": 10, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(3)
+    reference = model_without_a_seed()
+    reference.fit(batches(), epochs=2, **options)
+    keras.utils.set_random_seed(3)
+    strategy = mw.Mirrored()
+    model = mw.distribute(model_without_a_seed(), strategy)
+    model.fit(batches(), epochs=2, **options)
+    assert "5 at a time" in str(strategy.pace["fit"])
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def gloo_gives_way_to_others() -> None:
+    assert mw.Mirrored().mesh.is_multi_process
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    classes = [os.sched_getscheduler(thread) for thread in threads]
+    assert classes.count(os.SCHED_BATCH) == 1
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 CASES: list[Callable[[], None]] = [
+    streams_are_stacked_alike,
+    gloo_gives_way_to_others,
     devices_have_the_names_of_their_processes,
     single_is_refused,
     weights_agree_without_a_seed,

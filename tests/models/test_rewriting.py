@@ -5,7 +5,8 @@ from typing import Any
 import meshwright as mw
 from meshwright.models.convolution import convolve_in_order, convolve_single_channel
 from meshwright.models.pooling import max_by_slices, max_gradient_by_slices
-from meshwright.models.rewriting import Rule, rewritten
+from meshwright.models.products import product_in_order
+from meshwright.models.rewriting import Rules, rewritten
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-RULES: dict[str, Rule] = {
+RULES: Rules = {
     "conv_general_dilated": convolve_in_order,
     "reduce_window_max": max_by_slices,
     "select_and_scatter_add": max_gradient_by_slices,
+    ("dot_general", "transpose"): product_in_order,
 }
 
 
@@ -204,3 +206,59 @@ def test_the_names_of_layers_survive() -> None:
     program = rewritten(jax.make_jaxpr(named)(random(2, 4, 4, 1)), RULES)
     lowered = jax.jit(jaxpr_as_fun(program)).lower(random(2, 4, 4, 1))
     assert "first_layer" in lowered.as_text(debug_info=True)
+
+
+def transposed_products(program: Any) -> int:
+    """Transpositions of what a product puts out."""
+    products = {
+        variable
+        for operation in program.jaxpr.eqns
+        if operation.primitive.name == "dot_general"
+        for variable in operation.outvars
+    }
+    return sum(
+        operation.primitive.name == "transpose" and operation.invars[0] in products
+        for operation in program.jaxpr.eqns
+    )
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bi,io->bo", ((6, 3), (3, 5))),
+        ("bsi,io->bso", ((2, 4, 3), (3, 5))),
+        ("bhsd,bhdt->bhst", ((2, 3, 4, 5), (2, 3, 5, 6))),
+    ],
+)
+def test_gradients_of_kernels_come_out_in_their_order(
+    equation: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.normal(size=shape).astype("float32") for shape in shapes)
+
+    def gradient(x: Any, kernel: Any) -> Any:
+        return jax.grad(lambda k: (jnp.einsum(equation, x, k) ** 2).sum())(kernel)
+
+    before = jax.make_jaxpr(gradient)(x, kernel)
+    assert transposed_products(before) == 1
+    assert transposed_products(check(gradient, x, kernel)) == 0
+
+
+def test_other_transpositions_of_a_product_stay() -> None:
+    x = np.arange(24, dtype="float32").reshape(2, 3, 4)
+    y = np.arange(20, dtype="float32").reshape(4, 5)
+
+    def function(x: Any, y: Any) -> Any:
+        return jnp.transpose(jnp.einsum("abc,cd->abd", x, y), (1, 0, 2))
+
+    assert transposed_products(check(function, x, y)) == 1
+
+
+def test_a_product_that_is_used_twice_is_right_both_times() -> None:
+    x = np.arange(12, dtype="float32").reshape(3, 4)
+
+    def function(x: Any) -> Any:
+        product = jax.lax.dot(x, x.T)
+        return product @ x, product.T + 1
+
+    check(function, x)

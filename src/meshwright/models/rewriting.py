@@ -11,11 +11,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 Rule = Callable[..., Any]
 """Takes an operation's inputs and, by name, its parameters; returns its output.
 
-It returns None for what is to stay as it is.
+It returns None for what is to stay as it is. The rule of a pair takes the inputs and
+the parameters of the first operation, and by name the parameters of the second.
 """
 
+Rules = Mapping[str | tuple[str, str], Rule]
+"""By the name of an operation, or of one and another that takes its output."""
 
-def rewritten(program: ClosedJaxpr, rules: Mapping[str, Rule]) -> ClosedJaxpr:
+
+def rewritten(program: ClosedJaxpr, rules: Rules) -> ClosedJaxpr:
     """The same program, with each operation that has a rule as the rule has it.
 
     It is done on a program that was differentiated already, so that gradients can have
@@ -23,7 +27,7 @@ def rewritten(program: ClosedJaxpr, rules: Mapping[str, Rule]) -> ClosedJaxpr:
 
     Arguments:
         program: The program.
-        rules: By the name of an operation.
+        rules: Those of operations, and of pairs of them.
     """
     if not _mentions(program.jaxpr, rules):
         return program
@@ -35,9 +39,10 @@ def rewritten(program: ClosedJaxpr, rules: Mapping[str, Rule]) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(*shapes)
 
 
-def _mentions(jaxpr: Jaxpr, rules: Mapping[str, Rule]) -> bool:
+def _mentions(jaxpr: Jaxpr, rules: Rules) -> bool:
+    names = {rule if isinstance(rule, str) else rule[1] for rule in rules}
     return any(
-        operation.primitive.name in rules
+        operation.primitive.name in names
         or any(_mentions(inner, rules) for inner in _inner_programs(operation))
         for operation in jaxpr.eqns
     )
@@ -51,24 +56,42 @@ def _inner_programs(operation: Any) -> list[Jaxpr]:
     return [] if operation.primitive.name in _CLOSED else inner_programs(operation)
 
 
-def _run(jaxpr: Jaxpr, consts: Any, args: Any, rules: Mapping[str, Rule]) -> list[Any]:
+def _run(jaxpr: Jaxpr, consts: Any, args: Any, rules: Rules) -> list[Any]:
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= dict(zip(jaxpr.invars, args, strict=True))
 
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, Literal) else known[variable]
 
+    origins = {v: operation for operation in jaxpr.eqns for v in operation.outvars}
     for operation in jaxpr.eqns:
         inputs = [read(v) for v in operation.invars]
         # The names of layers are in there, which errors about memory show.
         name = str(operation.source_info.name_stack)
         with jax.named_scope(name), operation.ctx.manager:
-            outputs = _bind(operation, inputs, rules)
+            outputs = _bind_pair(operation, origins, read, rules)
+            outputs = outputs or _bind(operation, inputs, rules)
         known |= dict(zip(operation.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _bind(operation: Any, inputs: list[Any], rules: Mapping[str, Rule]) -> list[Any]:
+def _bind_pair(
+    operation: Any, origins: Mapping[Any, Any], read: Callable[[Any], Any], rules: Rules
+) -> list[Any] | None:
+    """What comes out of an operation and the one before it, if there is a rule."""
+    variable = operation.invars[0] if operation.invars else None
+    before = None if isinstance(variable, Literal) else origins.get(variable)
+    if before is None:
+        return None
+    rule = rules.get((before.primitive.name, operation.primitive.name))
+    if rule is None:
+        return None
+    inputs = tuple(read(v) for v in before.invars)
+    output = rule(inputs, before.params, **operation.params)
+    return None if output is None else [output]
+
+
+def _bind(operation: Any, inputs: list[Any], rules: Rules) -> list[Any]:
     rule = rules.get(operation.primitive.name)
     output = None if rule is None else rule(*inputs, **operation.params)
     if output is not None:
@@ -81,7 +104,7 @@ def _bind(operation: Any, inputs: list[Any], rules: Mapping[str, Rule]) -> list[
     return list(outputs) if operation.primitive.multiple_results else [outputs]
 
 
-def _rewrite_parameter(value: Any, rules: Mapping[str, Rule]) -> Any:
+def _rewrite_parameter(value: Any, rules: Rules) -> Any:
     if isinstance(value, ClosedJaxpr):
         return rewritten(value, rules)
     if isinstance(value, Jaxpr):

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from typing import Any
 
+from meshwright.cluster.gloo import let_gloo_give_way
 from meshwright.cluster.identity import process_count
 from meshwright.cluster.randomness import share_random_state
 from meshwright.data.loader import Batches
@@ -87,7 +88,10 @@ class Strategy:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan; making it starts the runtime."""
-        return make_mesh(self.plan, self.devices)
+        mesh = make_mesh(self.plan, self.devices)
+        if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
+            let_gloo_give_way()
+        return mesh
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.plan.describe()})"

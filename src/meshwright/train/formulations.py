@@ -10,18 +10,23 @@ from meshwright.models.convolution import (
     convolve_single_channel,
 )
 from meshwright.models.pooling import max_by_slices, max_gradient_by_slices
-from meshwright.models.rewriting import Rule, rewritten
+from meshwright.models.products import product_in_order
+from meshwright.models.rewriting import Rules, rewritten
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-_POOLING: dict[str, Rule] = {
+_POOLING: Rules = {
     "reduce_window_max": max_by_slices,
     "select_and_scatter_add": max_gradient_by_slices,
 }
-_ON_CPU = _POOLING | {"conv_general_dilated": convolve_in_order}
-_ELSEWHERE = _POOLING | {"conv_general_dilated": convolve_single_channel}
+_ON_CPU: Rules = {
+    **_POOLING,
+    "conv_general_dilated": convolve_in_order,
+    ("dot_general", "transpose"): product_in_order,
+}
+_ELSEWHERE: Rules = {**_POOLING, "conv_general_dilated": convolve_single_channel}
 
 
 def in_best_form(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ class MeshStep:
         self._newest_shardings: Shardings = ()
         self._has_run = False
         self.giving_back = self._state.giving_back
-        self._ahead = Ahead()
+        self._ahead = Ahead(self.measures_kernels)
         self._prepared: set[Any] = set()
 
     def __call__(self, state: Any, data: Any) -> Any:
