@@ -202,3 +202,14 @@ def test_every_batch_of_a_stack_is_settled() -> None:
     assert stack.settle is not None
     stack.settle()
     assert settled == [0, 1, 2]
+
+
+def test_a_first_batch_of_a_wrong_shape_is_refused_before_a_step_is_traced() -> None:
+    ours, _ = distributed()
+    ours.fit(batches(10), **MANY)  # so that Keras looks at no batch beforehand
+
+    def wrong() -> Iterator[Any]:
+        yield X[:8, :5], Y[:8]
+
+    with pytest.raises(DataError, match=r"fit received batch 0 with x of shape"):
+        ours.fit(wrong(), **MANY)

@@ -34,6 +34,11 @@ class Arrived(NamedTuple):
     number: int = 1
     """Batches."""
 
+    def check(self) -> None:
+        """Checks what remains to be checked."""
+        if self.settle is not None:
+            self.settle()
+
 
 class Step(Protocol):
     """A step that takes batches from the host."""
@@ -141,7 +146,7 @@ class Stream:
         return self
 
     def __next__(self) -> Any:
-        return _next_for_all(self._reader, self._agreement).batch
+        return _next_for_all(partial(next, self._reader), self._agreement).batch
 
     def ahead(self, put: Callable[[Any], Any]) -> Iterator[Any]:
         """The batches after `put`, which a thread does ahead, but not past an epoch.
@@ -184,9 +189,12 @@ class _Chunk:
         return self
 
     def __next__(self) -> Any:
-        placed = _next_for_all(self._batches, self._agreement).batch
+        take = partial(next, self._batches)
+        placed = _next_for_all(take, self._agreement).batch
         if self.num_left is not None:
             self.num_left -= 1
+        if self.num_left == 0:
+            self.close()
         return placed
 
     def close(self) -> None:
@@ -257,16 +265,22 @@ class StackingStream:
     def _read(self, num_wanted: int | None) -> Arrived:
         step = self._pace.step
         if step is None:
-            return _next_for_all(self._reader, self._agreement)
+            return _next_for_all(partial(next, self._reader), self._agreement)
+        take = partial(self._next_stack, step, num_wanted)
+        arrived = _next_for_all(take, self._agreement)
+        if self._num_left is not None:
+            self._num_left -= arrived.number
+        if self._num_left == 0:
+            self.close()
+        return arrived
+
+    def _next_stack(self, step: Step, num_wanted: int | None) -> Arrived:
         if self._num_left == 0 or self._stacks is None:
             self._num_left = num_wanted
             self._stacks = self._start(step, num_wanted)
-        arrived = _next_for_all(self._stacks, self._agreement)
-        if self._num_left is not None:
-            self._num_left -= arrived.number
-        return arrived
+        return next(self._stacks)
 
-    def _start(self, step: Step, num_wanted: int | None) -> "Prefetch[Arrived]":
+    def _start(self, step: Step, num_wanted: int | None) -> Prefetch[Arrived]:
         """Starts a thread; it reads no further than the epoch goes."""
         first = list(islice(self._reader, 1))
         num_alike = num_wanted
@@ -274,6 +288,8 @@ class StackingStream:
             num_alike = num_wanted - 1
         length = 1
         for arrived in first:
+            # What cannot work is refused before a step on it is looked at.
+            arrived.check()
             length = self._pace.choose_stack(arrived.batch, num_alike)
         arriving = islice(chain(first, self._reader), num_wanted)
         stacks = gather_stacks(arriving, length)
@@ -376,13 +392,12 @@ def _throw(error: BaseException) -> None:
     raise error
 
 
-def _next_for_all(arriving: Iterator[Arrived], agreement: Agreement | None) -> Arrived:
+def _next_for_all(take: Callable[[], Arrived], agreement: Agreement | None) -> Arrived:
     """What comes next, if every process has something like it."""
 
     def read() -> tuple[Arrived, int, int]:
-        arrived = next(arriving)
-        if arrived.settle is not None:
-            arrived.settle()
+        arrived = take()
+        arrived.check()
         return arrived, arrived.size, arrived.number
 
     found: Arrived = read()[0] if agreement is None else agreement.on(read)

@@ -55,8 +55,8 @@ class Strategy:
         plan: The plan.
         devices: Names of the devices, in the order of the mesh.
         check_nan: Whether inputs that are NaN or infinite are refused; True at first.
-        prefetch: Batches that a thread puts onto the mesh ahead of their use; 2 at
-            first, 0 for no thread.
+        prefetch: For how many dispatches a thread puts batches onto the mesh ahead of
+            their use; 2 at first, 0 for no thread.
         resident: Whether arrays stay on the devices for a whole `fit` or `evaluate`, so
             that many steps can be dispatched together; None, as at first, if they do
             when they fit.
