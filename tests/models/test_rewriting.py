@@ -254,11 +254,21 @@ def test_other_transpositions_of_a_product_stay() -> None:
     assert transposed_products(check(function, x, y)) == 1
 
 
-def test_a_product_that_is_used_twice_is_right_both_times() -> None:
+def num_products(program: Any) -> int:
+    return operations(program).count("= dot_general[")
+
+
+def test_a_product_is_computed_once_whoever_reads_it() -> None:
     x = np.arange(12, dtype="float32").reshape(3, 4)
 
-    def function(x: Any) -> Any:
+    def twice(x: Any) -> Any:
         product = jax.lax.dot(x, x.T)
-        return product @ x, product.T + 1
+        return product + 2, product.T + 1
 
-    check(function, x)
+    def in_turn(x: Any) -> Any:
+        return jax.lax.dot(x, x.T * 2).T + 1
+
+    assert num_products(check(twice, x)) == 1
+    program = check(in_turn, x)
+    assert num_products(program) == 1
+    assert transposed_products(program) == 0

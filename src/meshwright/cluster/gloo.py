@@ -3,9 +3,10 @@
 It belongs to Gloo, and it does not wait for the lock of a connection: while another
 thread holds that, it asks again at once. Where both share a core, it keeps the other
 one from going on until the system takes the core from it, which is after 4 ms. As a
-thread of the class SCHED_BATCH it never takes the core from another. Two processes with
-a core each needed 0.18 instead of 4 ms to add up a few numbers, and 12 instead of 22 ms
-for 17 MB.
+thread of the class SCHED_BATCH it does not take the core from another. Two processes
+with a core each then need 0.2 instead of 4 ms to add up a few numbers, and about half
+the time for 17 MB (`benchmarks/collectives.py`). On cores that other programs keep busy
+it comes late instead, and collectives took up to three times as long.
 """
 
 import os

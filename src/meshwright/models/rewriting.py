@@ -1,6 +1,7 @@
 """A traced program with some of its operations computed in another way."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshwright.models.work import inner_programs
@@ -16,7 +17,7 @@ the parameters of the first operation, and by name the parameters of the second.
 """
 
 Rules = Mapping[str | tuple[str, str], Rule]
-"""By the name of an operation, or of one and another that takes its output."""
+"""By the name of an operation, or of one and of the only one that takes its output."""
 
 
 def rewritten(program: ClosedJaxpr, rules: Rules) -> ClosedJaxpr:
@@ -59,28 +60,50 @@ def _inner_programs(operation: Any) -> list[Jaxpr]:
 def _run(jaxpr: Jaxpr, consts: Any, args: Any, rules: Rules) -> list[Any]:
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     known |= dict(zip(jaxpr.invars, args, strict=True))
+    # Operations whose output the next one may take over, by that output.
+    waiting: dict[Any, Any] = {}
 
     def read(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else known[variable]
+        if isinstance(variable, Literal):
+            return variable.val
+        if variable in waiting:
+            compute(waiting.pop(variable))
+        return known[variable]
 
-    origins = {v: operation for operation in jaxpr.eqns for v in operation.outvars}
-    for operation in jaxpr.eqns:
-        inputs = [read(v) for v in operation.invars]
+    def compute(operation: Any) -> None:
         # The names of layers are in there, which errors about memory show.
         name = str(operation.source_info.name_stack)
         with jax.named_scope(name), operation.ctx.manager:
-            outputs = _bind_pair(operation, origins, read, rules)
-            outputs = outputs or _bind(operation, inputs, rules)
-        known |= dict(zip(operation.outvars, outputs, strict=True))
+            outputs = _bind_pair(operation, waiting, read, rules)
+            if outputs is None:
+                inputs = [read(v) for v in operation.invars]
+                outputs = _bind(operation, inputs, rules)
+        known.update(zip(operation.outvars, outputs, strict=True))
+
+    firsts = {rule[0] for rule in rules if isinstance(rule, tuple)}
+    readers = Counter(v for v in _all_read(jaxpr) if not isinstance(v, Literal))
+    for operation in jaxpr.eqns:
+        output = operation.outvars[0] if operation.outvars else None
+        if operation.primitive.name in firsts and readers[output] == 1:
+            waiting[output] = operation
+        else:
+            compute(operation)
     return [read(v) for v in jaxpr.outvars]
 
 
+def _all_read(jaxpr: Jaxpr) -> Iterator[Any]:
+    """What the operations of a program read, and what it returns."""
+    for operation in jaxpr.eqns:
+        yield from operation.invars
+    yield from jaxpr.outvars
+
+
 def _bind_pair(
-    operation: Any, origins: Mapping[Any, Any], read: Callable[[Any], Any], rules: Rules
+    operation: Any, waiting: Mapping[Any, Any], read: Callable[[Any], Any], rules: Rules
 ) -> list[Any] | None:
     """What comes out of an operation and the one before it, if there is a rule."""
     variable = operation.invars[0] if operation.invars else None
-    before = None if isinstance(variable, Literal) else origins.get(variable)
+    before = None if isinstance(variable, Literal) else waiting.get(variable)
     if before is None:
         return None
     rule = rules.get((before.primitive.name, operation.primitive.name))

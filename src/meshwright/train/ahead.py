@@ -19,7 +19,8 @@ class Ahead:
         measures_kernels: Whether compiling runs kernels on the devices, to choose the
             fastest. Programs are then compiled one after the other: two of them would
             disturb each other's measurements. Together, those of the reference CNN
-            took 60 s instead of 12 s on one H200, and were slower.
+            took 60 s on one H200 and were slower; one after the other they take 16 s
+            (`benchmarks/h200.py`).
     """
 
     def __init__(self, measures_kernels: bool) -> None:
