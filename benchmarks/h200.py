@@ -67,8 +67,9 @@ def starts(is_small: bool) -> Comparison:
     kinds = {
         "meshwright, second start": ["meshwright-step", *job],
         "stock, second start": ["stock-step", *job],
-        "one operation of JAX": ["jax-operation"],
         "import jax": ["import-jax"],
+        "import jax and keras": ["import-keras"],
+        "import jax, one operation": ["jax-operation"],
     }
     contenders = [
         Contender(name=name, script="fresh_start.py", arguments=arguments)
