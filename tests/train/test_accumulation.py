@@ -5,7 +5,6 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.errors import BatchWarning, StrategyError
-from meshwright.parallel.microbatch import Microbatches, cut_batch
 
 import jax
 import keras
@@ -16,20 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning"
 
 CPUS = [f"CPU:{i}" for i in range(8)]
 L = keras.layers
-
-
-@pytest.mark.parametrize("wanted", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("size", range(1, 14))
-def test_microbatches_hold_every_sample_once_and_in_order(
-    size: int, wanted: int
-) -> None:
-    cut = Microbatches(size, wanted)
-    assert cut.num_equal + bool(cut.last) <= wanted
-    equal, last = cut.cut({"x": np.arange(size), "scale": np.float32(2)})
-    rows = [*equal["x"].reshape(-1), *([] if last is None else last["x"])]
-    assert rows == list(range(size))
-    assert equal["scale"].shape == (cut.num_equal,)
-    assert (last is None) == (size % cut.each == 0)
 
 
 class Paired(keras.losses.Loss):
@@ -160,13 +145,11 @@ def by_hand(model: keras.Model, batches: list[Any], parts: int, rate: float) -> 
     weights = [w.value for w in model.trainable_variables]
     others = [w.value for w in model.non_trainable_variables]
     for x, y in batches:
-        each = -(-len(x) // parts)
         sums = [np.zeros(w.shape, np.float32) for w in weights]
-        for at in range(0, len(x), each):
-            part = slice(at, at + each)
+        for part in np.array_split(np.arange(len(x)), min(parts, len(x))):
             gradients_of = jax.grad(loss, has_aux=True)
             gradients, others = gradients_of(weights, others, x[part], y[part])
-            share = len(x[part]) / len(x)
+            share = len(part) / len(x)
             sums = [s + share * g for s, g in zip(sums, gradients, strict=True)]
         weights = [w - rate * g for w, g in zip(weights, sums, strict=True)]
     return [*weights, *others]
@@ -182,8 +165,8 @@ def test_batchnorm_and_dropout_see_microbatches_as_on_one_device() -> None:
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
         return model
 
-    x, y = table(26)
-    batches = [(x[at : at + 16], y[at : at + 16]) for at in (0, 16)]
+    x, y = table(22)  # the last batch has fewer samples than there are microbatches
+    batches = [(x[at : at + 10], y[at : at + 10]) for at in (0, 10, 20)]
     expected = by_hand(make(), batches, parts=3, rate=0.1)
     for strategy in (
         mw.Single(accumulate=3),
@@ -191,12 +174,32 @@ def test_batchnorm_and_dropout_see_microbatches_as_on_one_device() -> None:
         mw.Hybrid(data=2, fsdp=2, tensor=2, accumulate=3, remat=True),
     ):
         model = mw.distribute(make(), strategy)
-        model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+        model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
         found = [*model.trainable_variables, *model.non_trainable_variables]
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(
                 ours.numpy(), theirs, atol=1e-5, err_msg=ours.path
             )
+
+
+@pytest.mark.parametrize("loss", ["mse", plain_mean])
+def test_moving_statistics_are_those_of_a_layer_that_sees_each_microbatch(
+    loss: Any,
+) -> None:
+    """For both ways to a loss: a mean over samples, and one of the whole batch."""
+    layers = [L.BatchNormalization(momentum=0.7), L.Dense(4)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(optimizer="sgd", loss=loss)
+    mw.distribute(model, mw.Mirrored(CPUS[:2], accumulate=4))
+    reference = L.BatchNormalization(momentum=0.7)
+    for sizes in [(3, 3, 2, 2), (2, 2, 2, 2), (1, 1, 1)]:
+        x, y = table(sum(sizes))
+        model.train_on_batch(x, y)
+        for part in np.split(x, np.cumsum(sizes)[:-1]):
+            reference(part, training=True)
+    for name in ("moving_mean", "moving_variance"):
+        ours, theirs = getattr(layers[0], name), getattr(reference, name)
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=1e-6)
 
 
 def test_metrics_count_every_sample_once() -> None:
@@ -211,6 +214,23 @@ def test_metrics_count_every_sample_once() -> None:
     expected = reference.fit(x, y, **options).history
     for key, values in expected.items():
         np.testing.assert_allclose(found[key], values, rtol=1e-5, err_msg=key)
+    batch = x[:10], y[:10]
+    logs = model.train_on_batch(*batch, return_dict=True)
+    for key, value in reference.train_on_batch(*batch, return_dict=True).items():
+        np.testing.assert_allclose(logs[key], value, rtol=1e-5, err_msg=key)
+
+
+def test_metrics_of_masked_outputs_are_those_of_keras() -> None:
+    x, y = tagged(6)
+    model, reference = tagger(), tagger()
+    reference.set_weights(model.get_weights())
+    for each in (model, reference):
+        loss = SPARSE(from_logits=True)
+        each.compile(optimizer="sgd", loss=loss, metrics=["accuracy"])
+    mw.distribute(model, mw.Single(CPUS[0], accumulate=2))
+    found = model.train_on_batch(x, y, return_dict=True)
+    expected = reference.train_on_batch(x, y, return_dict=True)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_verify_compares_with_one_device_in_the_same_microbatches() -> None:
@@ -283,19 +303,22 @@ def test_outputs_without_samples_are_refused_where_they_must_be_joined() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("devices", "size", "words"),
+    [
+        (4, 12, "6 is split into 2 equal pieces, although the mesh could compute 4"),
+        (2, 7, "3 is split into 1 equal pieces, although the mesh could compute 2"),
+    ],
+    ids=["all", "the smaller ones"],
+)
 @pytest.mark.filterwarnings("default::meshwright.errors.BatchWarning")
-def test_microbatches_that_leave_devices_idle_are_warned_of() -> None:
-    model = mw.distribute(build("mean"), mw.Mirrored(CPUS[:4], accumulate=2))
+def test_microbatches_that_leave_devices_idle_are_warned_of(
+    devices: int, size: int, words: str
+) -> None:
+    model = mw.distribute(build("mean"), mw.Mirrored(CPUS[:devices], accumulate=2))
     with pytest.warns(BatchWarning) as caught:
-        model.train_on_batch(*table(12))
+        model.train_on_batch(*table(size))
     assert [str(warning.message) for warning in caught] == [
-        "A microbatch of 6 is split into 2 equal pieces, although the mesh could "
-        "compute 4 at a time. The result is exact; a global batch of 8 or 16 would use "
-        "every device."
+        f"A microbatch of {words} at a time. The result is exact; a global batch of "
+        f"{2 * devices} or {4 * devices} would use every device."
     ]
-
-
-def test_cutting_a_batch_finds_its_size_by_itself() -> None:
-    equal, last = cut_batch((np.ones((5, 2)), np.ones(5)), 2)
-    assert equal[0].shape == (1, 3, 2)
-    assert last[1].shape == (2,)

@@ -58,6 +58,8 @@ def flatten(outputs: Any) -> tuple[list[Any], Any]:
     return flat, template
 
 
-def rebuild(template: Any, flat: list[Any], masks: list[Any]) -> Any:
-    """Outputs from their tensors, with the masks put on."""
+def rebuild(template: Any, flat: list[Any], masks: list[Any] | None = None) -> Any:
+    """Outputs from their tensors, with the masks put on if there are any."""
+    if masks is None:
+        return map_leaves(flat.__getitem__, template)
     return map_leaves(lambda i: with_mask(flat[i], masks[i]), template)

@@ -12,59 +12,79 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """How batches of one size are cut: equal microbatches, and perhaps a smaller last.
+    """How batches of one size are cut: into sizes that differ by at most one.
 
-    The samples keep their order, so a microbatch has the same samples whatever the
-    number of devices.
+    There are as many microbatches as wanted, or one for each sample if that is fewer.
+    The larger ones come first and the samples keep their order, so a microbatch has
+    the same samples whatever the number of devices.
 
     >>> cut = Microbatches(size=10, wanted=4)
-    >>> cut.each, cut.num_equal, cut.last
-    (3, 3, 1)
+    >>> cut.sizes
+    (3, 3, 2, 2)
+    >>> larger, smaller = cut.cut(np.arange(10))
+    >>> larger.tolist(), smaller.tolist()
+    ([[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9]])
+    >>> Microbatches(size=5, wanted=8).sizes
+    (1, 1, 1, 1, 1)
     """
 
     size: int
     wanted: int
 
     @property
-    def each(self) -> int:
-        """Samples of a microbatch."""
-        return -(-self.size // self.wanted)
+    def number(self) -> int:
+        """How many there are; a batch without samples is one, too."""
+        return max(1, min(self.wanted, self.size))
 
     @property
-    def num_equal(self) -> int:
-        """Microbatches of that many samples."""
-        return self.size // self.each
+    def larger(self) -> int:
+        """Samples of a larger one."""
+        return -(-self.size // self.number)
 
     @property
-    def last(self) -> int:
-        """Samples of the smaller one at the end; 0 if there is none."""
-        return self.size % self.each
+    def smaller(self) -> int:
+        """Samples of a smaller one; if all are equal, it is the same number."""
+        return self.size // self.number
+
+    @property
+    def num_larger(self) -> int:
+        """How many are larger; if all are equal, these are all."""
+        return self.number - self.num_smaller
+
+    @property
+    def num_smaller(self) -> int:
+        """How many are smaller; 0 if all are equal."""
+        return self.number * self.larger - self.size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch, in their order."""
+        return (self.larger,) * self.num_larger + (self.smaller,) * self.num_smaller
 
     def cut(self, data: Any, num_stacks: int = 0) -> tuple[Any, Any]:
-        """The equal ones, stacked along a new dim, and the last one or None.
+        """The larger ones, stacked along a new dim, and so the smaller ones or None.
 
         Arguments:
             data: A batch, or stacked batches.
             num_stacks: Dims of the stack that come before those of a batch.
         """
-        middle = self.num_equal * self.each
-        each = (slice(None),) * num_stacks
+        middle = self.num_larger * self.larger
+        every = (slice(None),) * num_stacks
 
-        def stack(array: Any) -> Any:
-            array = _as_array(array)
-            stacks, dims = array.shape[:num_stacks], array.shape[num_stacks:]
-            if not self._has_samples(dims):
-                array = array.reshape(*stacks, 1, *dims)
-                return np.broadcast_to(array, (*stacks, self.num_equal, *dims))
-            first = array[(*each, slice(middle))]
-            return first.reshape(*stacks, self.num_equal, self.each, *dims[1:])
+        def stacked(samples: slice, number: int, size: int) -> Any:
+            def stack(array: Any) -> Any:
+                array = _as_array(array)
+                stacks, dims = array.shape[:num_stacks], array.shape[num_stacks:]
+                if not self._has_samples(dims):
+                    array = array.reshape(*stacks, 1, *dims)
+                    return np.broadcast_to(array, (*stacks, number, *dims))
+                part = array[(*every, samples)]
+                return part.reshape(*stacks, number, size, *dims[1:])
 
-        def rest(array: Any) -> Any:
-            array = _as_array(array)
-            has_samples = self._has_samples(array.shape[num_stacks:])
-            return array[(*each, slice(middle, None))] if has_samples else array
+            return map_leaves(stack, data) if number else None
 
-        return map_leaves(stack, data), map_leaves(rest, data) if self.last else None
+        larger = stacked(slice(middle), self.num_larger, self.larger)
+        return larger, stacked(slice(middle, None), self.num_smaller, self.smaller)
 
     def _has_samples(self, dims: tuple[int, ...]) -> bool:
         return bool(dims) and dims[0] == self.size

@@ -8,18 +8,23 @@ then the loss of the whole batch, and then the gradients, microbatch by microbat
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.devices.keras_hooks import mask_of
 from meshwright.devices.strategy_hooks import replacing_forward_pass
 from meshwright.errors import StrategyError
 from meshwright.models.forward import flatten, rebuild
+from meshwright.parallel.microbatch import Microbatches
 
 import jax
 import jax.numpy as jnp
 
 Batch = tuple[Any, Any]
-"""Equal microbatches along a first dim, and a smaller last one or None."""
+"""Microbatches as `Microbatches.cut` gives them; the smaller ones may be None."""
+
+Groups = list[Any]
+"""Something of each microbatch along a first dim: of the larger, of the smaller."""
 
 Around = Callable[[int], AbstractContextManager[None]]
 """What is entered while a microbatch of so many samples is traced."""
@@ -55,13 +60,21 @@ def accumulated_step(model: Any, state: Any, batch: Batch, around: Around) -> An
             "Accumulation replaces the training step, so it would not be called.",
             "Override compute_loss instead of train_step, or use accumulate=1.",
         )
-    is_mean = why_not_a_mean(model, state, batch) is None
+    is_mean = why_not_a_mean(model, state, first_of(batch)) is None
     step = _step_by_losses if is_mean else _step_by_outputs
-    return step(model, state, batch, around)
+    return step(model, state, _groups(batch), around)
 
 
-def why_not_a_mean(model: Any, state: Any, batch: Batch) -> str | None:
-    """Why the loss of a batch is not the mean of those of its samples, or None."""
+def first_of(batch: Batch) -> Any:
+    """The first microbatch of a batch."""
+    return jax.tree.map(lambda stacked: stacked[0], batch[0])
+
+
+def why_not_a_mean(model: Any, state: Any, microbatch: Any) -> str | None:
+    """Why the loss of a batch is not the mean of those of its samples, or None.
+
+    Of state and microbatch, shapes and types are enough.
+    """
     import keras
 
     if type(model).compute_loss is not keras.Model.compute_loss:
@@ -76,27 +89,27 @@ def why_not_a_mean(model: Any, state: Any, batch: Batch) -> str | None:
             return f"{loss.name} is reduced by {loss.reduction!r}"
         if loss._fn_kwargs.get("ignore_class") is not None:
             return f"{loss.name} ignores a class"
-    if _has_masks(model, state, batch):
+    if _has_masks(model, state, microbatch):
         return "outputs are masked"
     return None
 
 
-def _has_masks(model: Any, state: Any, batch: Batch) -> bool:
+def _has_masks(model: Any, state: Any, microbatch: Any) -> bool:
     found: list[Any] = []
 
     def look(state: Any, microbatch: Any) -> Any:
-        outputs, *_ = _forward(model, state[0], state[1], _unpack(microbatch)[0])
+        outputs, *_ = forward_pass(model, state[0], state[1], _unpack(microbatch)[0])
         flat, _ = flatten(outputs)
         found.extend(mask_of(tensor) for tensor in flat)
         return flat
 
-    jax.eval_shape(look, state, jax.tree.map(lambda stacked: stacked[0], batch[0]))
+    jax.eval_shape(look, state, microbatch)
     return any(mask is not None for mask in found)
 
 
-def _step_by_losses(model: Any, state: Any, batch: Batch, around: Around) -> Any:
+def _step_by_losses(model: Any, state: Any, groups: Groups, around: Around) -> Any:
     weights, others, slots, metrics = state
-    total = _num_samples(batch)
+    total = _num_samples(groups)
     gradients_of = jax.value_and_grad(model.compute_loss_and_updates, has_aux=True)
 
     def add(carry: Any, data: Any) -> Any:
@@ -121,10 +134,10 @@ def _step_by_losses(model: Any, state: Any, batch: Batch, around: Around) -> Any
         return (_add(sums, gradients, size / total), others, metrics), logs
 
     start = (_zeros(weights), others, metrics)
-    (sums, others, metrics), every, last = _scan(add, start, batch)
-    logs = jax.tree.map(lambda log: log[-1], every) if last is None else last
+    (sums, others, metrics), logs = _scan(add, start, groups)
+    last = jax.tree.map(lambda log: log[-1], logs[-1])
     weights, slots = model.optimizer.stateless_apply(slots, sums, weights)
-    return logs, (weights, others, slots, metrics)
+    return last, (weights, others, slots, metrics)
 
 
 class _Outputs(NamedTuple):
@@ -135,7 +148,7 @@ class _Outputs(NamedTuple):
     masks: list[Any]
     losses: list[Any]
     """Those that layers added."""
-    before: Batch
+    before: Groups
     """The model's other variables in front of each microbatch."""
     after: Any
     """The same, behind the last."""
@@ -145,10 +158,10 @@ class _Outputs(NamedTuple):
         return rebuild(self.template, flat, self.masks)
 
 
-def _step_by_outputs(model: Any, state: Any, batch: Batch, around: Around) -> Any:
+def _step_by_outputs(model: Any, state: Any, groups: Groups, around: Around) -> Any:
     weights, others, slots, metrics = state
-    given = _unpack(_join(batch[0], batch[1]))
-    outputs = _outputs_of_all(model, weights, others, batch, around)
+    given = _unpack(_join(groups))
+    outputs = _outputs_of_all(model, weights, others, groups, around)
 
     def loss_of(weights: Any, flat: Any, losses: Any) -> Any:
         def computed(*_: Any, **__: Any) -> Any:
@@ -168,16 +181,18 @@ def _step_by_outputs(model: Any, state: Any, batch: Batch, around: Around) -> An
     (_, aux), gradients = gradients_of(weights, outputs.flat, outputs.losses)
     loss, _, others, metrics = aux
     x, y, sample_weight = given
+    # Keras' own step has lost the masks when it comes to the metrics.
+    unmasked = rebuild(outputs.template, outputs.flat)
     logs, metrics = model._update_metrics_variables(
-        metrics, loss, x, y, outputs.rebuilt(outputs.flat), sample_weight
+        metrics, loss, x, y, unmasked, sample_weight
     )
-    sums = _pulled_back(model, weights, batch, outputs, gradients, around)
+    sums = _pulled_back(model, weights, groups, outputs, gradients, around)
     weights, slots = model.optimizer.stateless_apply(slots, sums, weights)
     return logs, (weights, others, slots, metrics)
 
 
 def _outputs_of_all(
-    model: Any, weights: Any, others: Any, batch: Batch, around: Around
+    model: Any, weights: Any, others: Any, groups: Groups, around: Around
 ) -> _Outputs:
     template: Any = None
 
@@ -185,18 +200,19 @@ def _outputs_of_all(
         nonlocal template
         inputs = _unpack(data)[0]
         with around(_size(inputs)):
-            outputs, new, losses = _forward(model, weights, others, inputs)
+            outputs, new, losses = forward_pass(model, weights, others, inputs)
         flat, template = flatten(outputs)
-        _refuse_without_samples(model, flat, _size(inputs))
+        refuse_without_samples(model, flat, _size(inputs))
         return new, (others, flat, [mask_of(tensor) for tensor in flat], losses)
 
-    after, every, last = _scan(forward, others, batch)
+    after, found = _scan(forward, others, groups)
+    before, flat, masks, losses = (list(each) for each in zip(*found, strict=True))
     return _Outputs(
         template=template,
-        flat=_join(every[1], last and last[1]),
-        masks=_join(every[2], last and last[2]),
-        losses=_mean(every[3], last and last[3], batch),
-        before=(every[0], last and last[0]),
+        flat=_join(flat),
+        masks=_join(masks),
+        losses=_mean(losses, groups),
+        before=before,
         after=after,
     )
 
@@ -204,7 +220,7 @@ def _outputs_of_all(
 def _pulled_back(
     model: Any,
     weights: Any,
-    batch: Batch,
+    groups: Groups,
     outputs: _Outputs,
     gradients: tuple[Any, Any, Any],
     around: Around,
@@ -220,37 +236,46 @@ def _pulled_back(
     def add(sums: Any, given: Any) -> Any:
         data, others, to_outputs = given
         inputs = _unpack(data)[0]
-        share = _size(inputs) / _num_samples(batch)
+        share = _size(inputs) / _num_samples(groups)
 
         def outputs_and_losses(weights: Any) -> Any:
             with around(_size(inputs)):
-                outputs, _, losses = _forward(model, weights, others, inputs)
+                outputs, _, losses = forward_pass(model, weights, others, inputs)
             return flatten(outputs)[0], losses
 
         _, pull = jax.vjp(outputs_and_losses, weights)
         (found,) = pull((to_outputs, [share * g for g in to_losses]))
         return _add(sums, found, 1.0), None
 
-    equal, rest = _cut_like(to_outputs, batch)
-    first = (batch[0], outputs.before[0], equal)
-    last = None if batch[1] is None else (batch[1], outputs.before[1], rest)
-    return _scan(add, to_weights, (first, last))[0]
+    given = zip(groups, outputs.before, _cut_like(to_outputs, groups), strict=True)
+    return _scan(add, to_weights, list(given))[0]
 
 
-def _forward(model: Any, weights: Any, others: Any, inputs: Any) -> Any:
+def forward_pass(model: Any, weights: Any, others: Any, inputs: Any) -> Any:
+    """A model's outputs in training, its other variables, and losses of its layers."""
     options = {"training": True} if model._call_has_training_arg else {}
     return model.stateless_call(weights, others, inputs, return_losses=True, **options)
 
 
-def _refuse_without_samples(model: Any, outputs: list[Any], size: int) -> None:
+def refuse_without_samples(
+    model: Any, outputs: list[Any], size: int, lever: str = "accumulate"
+) -> None:
+    """Refuses outputs of a microbatch that cannot be joined with those of others.
+
+    Arguments:
+        model: The model.
+        outputs: Its outputs.
+        size: Samples of the microbatch.
+        lever: What was asked for.
+    """
     for leaf in outputs:
         if not leaf.ndim or leaf.shape[0] != size:
             raise StrategyError(
-                f"accumulate was asked for {model.name!r}, which has an output of "
+                f"{lever} was asked for {model.name!r}, which has an output of "
                 f"shape {leaf.shape} for {size} samples.",
                 "Outputs of microbatches are joined by sample, so each has one row per "
                 "sample.",
-                "Pass such values on with add_loss or a metric, or use accumulate=1.",
+                f"Pass such values on with add_loss or a metric, or use {lever}=1.",
             )
 
 
@@ -260,22 +285,31 @@ def _unpack(data: Any) -> tuple[Any, Any, Any]:
     return keras.utils.unpack_x_y_sample_weight(data)
 
 
-def _scan(body: Any, carry: Any, batch: Batch) -> tuple[Any, Any, Any]:
-    """Goes through the microbatches: what is carried, every output, the last one's."""
-    carry, every = jax.lax.scan(body, carry, batch[0])
-    if batch[1] is None:
-        return carry, every, None
-    carry, last = body(carry, batch[1])
-    return carry, every, last
+def _groups(batch: Batch) -> Groups:
+    return [group for group in batch if group is not None]
+
+
+def _scan(body: Any, carry: Any, groups: Groups) -> tuple[Any, Groups]:
+    """Goes through the microbatches: what is carried, and what each gives."""
+    found = []
+    for group in groups:
+        carry, every = jax.lax.scan(body, carry, group)
+        found.append(every)
+    return carry, found
 
 
 def _size(x: Any) -> int:
     return int(next(leaf.shape[0] for leaf in jax.tree.leaves(x) if leaf.ndim))
 
 
-def _num_samples(batch: Batch) -> int:
-    leaf = next(leaf for leaf in jax.tree.leaves(batch[0]) if leaf.ndim > 1)
-    return int(leaf.shape[0] * leaf.shape[1]) + (_size(batch[1]) if batch[1] else 0)
+def _counts(group: Any) -> tuple[int, int]:
+    """The microbatches of a group, and the samples of each."""
+    leaf = next(leaf for leaf in jax.tree.leaves(group) if leaf.ndim > 1)
+    return leaf.shape[0], leaf.shape[1]
+
+
+def _num_samples(groups: Groups) -> int:
+    return sum(prod(_counts(group)) for group in groups)
 
 
 def _zeros(weights: Any) -> Any:
@@ -286,32 +320,27 @@ def _add(sums: Any, gradients: Any, share: float) -> Any:
     return [s + share * g for s, g in zip(sums, gradients, strict=True)]
 
 
-def _join(every: Any, last: Any) -> Any:
+def _join(groups: Groups) -> Any:
     """Values of microbatches as those of the batch."""
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), every)
-    if last is None:
-        return flat
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), flat, last)
+
+    def join(*leaves: Any) -> Any:
+        return jnp.concatenate([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
+
+    return jax.tree.map(join, *groups)
 
 
-def _cut_like(values: Any, batch: Batch) -> tuple[Any, Any]:
+def _cut_like(values: Any, groups: Groups) -> Groups:
     """Values of the batch as those of its microbatches."""
-    leaf = next(leaf for leaf in jax.tree.leaves(batch[0]) if leaf.ndim > 1)
-    num, each = leaf.shape[:2]
-
-    def stack(value: Any) -> Any:
-        return value[: num * each].reshape(num, each, *value.shape[1:])
-
-    rest = jax.tree.map(lambda value: value[num * each :], values)
-    return jax.tree.map(stack, values), rest
+    number = sum(_counts(group)[0] for group in groups)
+    return _groups(Microbatches(_num_samples(groups), number).cut(values))
 
 
-def _mean(every: Any, last: Any, batch: Batch) -> list[Any]:
+def _mean(losses: Groups, groups: Groups) -> Any:
     """Losses that layers added, each weighted by its number of samples."""
-    total = _num_samples(batch)
-    rest = _size(batch[1]) if batch[1] else 0
-    equal = (total - rest) / total
-    means = [equal * loss.mean(0) for loss in every]
-    if last is None:
-        return means
-    return [m + rest / total * loss for m, loss in zip(means, last, strict=True)]
+    shares = [prod(_counts(group)) / _num_samples(groups) for group in groups]
+
+    def mean(*leaves: Any) -> Any:
+        pairs = zip(shares, leaves, strict=True)
+        return sum(share * leaf.mean(0) for share, leaf in pairs)
+
+    return jax.tree.map(mean, *losses)

@@ -183,11 +183,12 @@ class MeshStep:
     def _place(self, cut: Microbatches, parts: Any, num_stacks: int = 0) -> Any:
         if cut.wanted == 1:
             return BatchSplit(cut.size, self._mesh).put(parts, num_stacks)
-        equal, last = parts
-        first = BatchSplit(cut.each, self._mesh).put(equal, num_stacks + 1)
-        if last is None:
-            return first, None
-        return first, BatchSplit(cut.last, self._mesh).put(last, num_stacks)
+        groups = zip(self._splits(cut), parts, strict=True)
+        return tuple(split.put(part, num_stacks + 1) for split, part in groups)
+
+    def _splits(self, cut: Microbatches) -> tuple[BatchSplit, BatchSplit]:
+        """Those of the larger and of the smaller microbatches."""
+        return BatchSplit(cut.larger, self._mesh), BatchSplit(cut.smaller, self._mesh)
 
     def _keep(self, arrays: Placeable) -> Any:
         whole = partial(put_whole, replicated(self._mesh))
@@ -202,10 +203,12 @@ class MeshStep:
 
     def _warn_of_idle_devices(self, cut: Microbatches) -> None:
         """Says once that training batches do not divide; a tail is no reason to."""
-        is_first, self._has_run = not self._has_run, True
-        split = BatchSplit(cut.each, self._mesh)
-        is_uneven = split.size > split.num_replicas > split.pieces
-        if is_first and is_uneven and self._programs.trains:
+        if self._has_run or not self._programs.trains:
+            return
+        self._has_run = True
+        uneven = [s for s in self._splits(cut) if s.size > s.num_replicas > s.pieces]
+        if uneven:
+            split = uneven[0]
             wanted = split.num_replicas * cut.wanted
             below = max(cut.size // wanted, 1) * wanted
             what = "global batch" if cut.wanted == 1 else "microbatch"

@@ -51,9 +51,9 @@ def take_batch(cut: Microbatches, mesh: Mesh, data: Any, indices: Any) -> Any:
 
     if cut.wanted == 1:
         return take(indices, cut.size)
-    equal, last = cut.cut(indices)
-    rest = None if last is None else take(last, cut.last)
-    return take(equal, cut.each, num_stacks=1), rest
+    larger, smaller = cut.cut(indices)
+    rest = None if smaller is None else take(smaller, cut.smaller, num_stacks=1)
+    return take(larger, cut.larger, num_stacks=1), rest
 
 
 def run_steps(
