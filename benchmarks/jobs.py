@@ -2,7 +2,8 @@
 
 The reference job is a convolutional network of 331,370 parameters on MNIST, trained by
 Adam with batches of 256. The tiny network shows what a step costs beside its
-arithmetic, the matmul-bound one how well work spreads over processes.
+arithmetic, the matmul-bound one how well work spreads over processes, the deep one how
+well it flows through stages.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 LEARNING_RATE = 1e-3
-WIDTH, DEPTH = 512, 4  # of the matmul-bound network
+DENSE = {"matmul": (512, 4), "deep": (512, 16)}
+"""Networks of equal layers that are bound by matrix products: width and depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ JOBS = {
         Job(name="cnn", samples=2560, batch_size=256, parameters=331_370),
         Job(name="mlp", samples=60_000, batch_size=32, parameters=25_450),
         Job(name="matmul", samples=16_384, batch_size=4096, parameters=1_055_754),
+        Job(name="deep", samples=16_384, batch_size=8192, parameters=4_207_626),
     )
 }
 
@@ -80,9 +83,9 @@ def find_mnist() -> Path:
 
 def load(job: Job, path: Path | None = None, split: str = "train") -> tuple[Any, Any]:
     """Images or vectors as float32, and labels as int32; repeated if there are few."""
-    if job.name == "matmul":
+    if job.name in DENSE:
         rng = np.random.default_rng(0)
-        x = rng.normal(size=(job.samples, WIDTH)).astype(np.float32)
+        x = rng.normal(size=(job.samples, DENSE[job.name][0])).astype(np.float32)
         return x, rng.integers(0, 10, job.samples).astype(np.int32)
     with np.load(path or find_mnist(), allow_pickle=False) as arrays:
         x = (arrays[f"x_{split}"] / np.float32(255)).astype(np.float32)
@@ -137,9 +140,10 @@ def _layers(name: str) -> list[Any]:
 
     if name == "mlp":
         return [keras.Input((784,)), dense(32), layers.Dense(10)]
-    if name == "matmul":
-        hidden = [dense(WIDTH) for _ in range(DEPTH)]
-        return [keras.Input((WIDTH,)), *hidden, layers.Dense(10)]
+    if name in DENSE:
+        width, depth = DENSE[name]
+        hidden = [dense(width) for _ in range(depth)]
+        return [keras.Input((width,)), *hidden, layers.Dense(10)]
     return [
         keras.Input((28, 28, 1)),
         *(conv(32), conv(32), layers.MaxPooling2D(), layers.BatchNormalization()),

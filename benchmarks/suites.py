@@ -6,7 +6,7 @@ from harness import Bar, Comparison, Contender
 
 CPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Small enough to see in seconds that everything runs; no figures are taken from it.
-SHORT = {"cnn": "512", "mlp": "3200", "matmul": "8192"}
+SHORT = {"cnn": "512", "mlp": "3200", "matmul": "8192", "deep": "8192"}
 
 
 def fit(name: str, strategy: str, *arguments: str) -> Contender:
@@ -168,11 +168,32 @@ def scaling(is_short: bool) -> list[Comparison]:
     return found
 
 
+def pipeline(is_short: bool) -> list[Comparison]:
+    """Two stages on a core each against one process on one core: 9 minutes.
+
+    The bars are shares of what a schedule without any other cost would give: with m
+    microbatches and two stages, 2 m / (m + 1) times the speed of one.
+    """
+    found = []
+    for number, share in ((4, 0.85), (8, 0.92), (16, 0.92)):
+        sizes = [*sized("deep", is_short), "--microbatches", str(number), "--pinned"]
+        contenders = [
+            fit("1 process", "single", *sizes),
+            fit("2 stages", "pipeline", "--processes", "2", *sizes),
+        ]
+        speedup = share * 2 * number / (number + 1)
+        bar = Bar(ours="2 stages", theirs="1 process", speedup=speedup)
+        name = f"{number} microbatches, 1F1B"
+        found.append(Comparison(name=name, contenders=contenders, bars=[bar]))
+    return found
+
+
 SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
     "devices": devices,
     "start": start_up,
     "fit": fits,
     "mesh": mesh,
+    "pipeline": pipeline,
     "scaling": scaling,
 }
 

@@ -34,6 +34,14 @@ def meshwright_mirrored(devices: int, levers: dict[str, Any]) -> Scope:
     return mw.Mirrored(**levers).scope()
 
 
+def meshwright_pipeline(devices: int, levers: dict[str, Any]) -> Scope:
+    """Two stages, one in each process."""
+    import meshwright as mw
+
+    levers["microbatches"] = levers.pop("accumulate")
+    return mw.Pipeline(2, **levers).scope()
+
+
 def meshwright_placed(devices: int, levers: dict[str, Any]) -> Scope:
     """A placement scope and no strategy."""
     import meshwright as mw
@@ -74,6 +82,7 @@ STRATEGIES: dict[str, Callable[[int, dict[str, Any]], Scope]] = {
     "stock": lambda devices, levers: nullcontext(),
     "single": meshwright_single,
     "mirrored": meshwright_mirrored,
+    "pipeline": meshwright_pipeline,
     "placed": meshwright_placed,
     "limited": meshwright_limited,
     "keras-data-parallel": keras_data_parallel,
@@ -92,6 +101,8 @@ def options_of() -> Any:
     parser.add_argument(
         "--test", action="store_true", help="from the start each time, with accuracy"
     )
+    parser.add_argument("--microbatches", type=int, help="that a batch is cut into")
+    parser.add_argument("--remat", action="store_true")
     parser.add_argument("--pinned", action="store_true", help="to one core each")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
@@ -138,6 +149,8 @@ def train(options: Any, follower: Follower | None = None) -> None:
     """Builds the job's model in its scope, and serves."""
     job = job_of(options)
     levers = {} if options.precision is None else {"precision": options.precision}
+    levers |= {"accumulate": options.microbatches} if options.microbatches else {}
+    levers |= {"remat": True} if options.remat else {}
     scope = STRATEGIES[options.strategy](options.devices, levers)
     import keras
 

@@ -47,6 +47,13 @@ ROWS: dict[str, tuple[str, Callable[[], Any]]] = {
     "hybrid-mlp": ("mlp", lambda: mw.Hybrid(fsdp=2, tensor=2)),
     "accumulate-mlp": ("mlp", lambda: mw.FSDP(accumulate=3)),
     "remat-cnn": ("cnn", lambda: mw.FSDP(remat=True)),
+    "pipeline-4-lstm": ("lstm", lambda: mw.Pipeline(4, 3)),
+    "pipeline-2-tagger": ("tagger", lambda: mw.Pipeline(2, 3, devices=["CPU:0"])),
+    "layerwise-2-cnn": ("cnn", lambda: mw.Layerwise(2)),
+    "fsdp-stages-clipped": (
+        "clipped",
+        lambda: mw.Hybrid(fsdp=2, stages=2, microbatches=3, schedule="zero_bubble"),
+    ),
 }
 
 

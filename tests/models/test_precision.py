@@ -14,7 +14,7 @@ from typing import Any
 import meshwright as mw
 from meshwright.errors import StrategyError
 from meshwright.models.precision import keeping_precision, set_precision
-from meshwright.strategies import verification
+from meshwright.strategies import attach, verification
 from meshwright.train.mesh_step import MeshStep, training_state
 
 import jax
@@ -495,7 +495,7 @@ def test_verify_names_a_wrong_gradient_in_low_precision(
             first[2] = jax.device_put(wrong, first[2].sharding)
             return outputs, (first, *rest)
 
-    monkeypatch.setattr(verification, "MeshStep", TooLarge)
+    monkeypatch.setattr(attach, "MeshStep", TooLarge)
     model = make_model(keras.optimizers.SGD(0.01))
     strategy = mw.Mirrored(precision=precision)
     found = mw.verify(model, X, Y, strategy, batch_size=8, steps=1)

@@ -1,12 +1,13 @@
 """Plans, meshes and batches."""
 
+from collections import Counter
 from typing import Any
 
 from meshwright.devices.step import batch_size
 from meshwright.errors import PlanError
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.collectives import count_collectives
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.mesh import make_mesh, stage_meshes
 from meshwright.parallel.plan import Plan
 
 import jax
@@ -70,14 +71,106 @@ def test_levers_out_of_their_range_are_refused(
     assert str(caught.value).split("\n") == [received, rule, change]
 
 
-def test_stages_are_refused_until_they_are_there() -> None:
+def test_a_plan_with_stages_says_how_batches_flow() -> None:
+    plan = Plan(data=2, stages=2)
+    assert (plan.num_devices, plan.num_replicas, plan.num_pieces) == (4, 2, 2)
+    assert (plan.microbatches, plan.schedule, plan.chunks) == (8, "1f1b", 1)
+    assert plan.describe() == "data=2 x stages=2, microbatches=8, 1f1b"
+    woven = Plan(stages=2, schedule="interleaved", microbatches=4, cuts=("a", "b", "c"))
+    assert (woven.chunks, woven.num_pieces) == (2, 4)
+    assert woven.to_json()["cuts"] == ["a", "b", "c"]
+    one = Plan()
+    assert (one.microbatches, one.schedule, one.chunks) == (None, None, None)
+
+
+def test_the_schedule_of_a_tail_has_fewer_microbatches() -> None:
+    """Also where the schedule wants a multiple of the stages."""
+    plan = Plan(stages=2, schedule="interleaved", microbatches=4)
+    for number in (1, 2, 3, 4):
+        made = plan.schedule_of(number)
+        done = Counter((a.kind, a.stage, a.chunk, a.microbatch) for a in made.actions)
+        assert made.num_microbatches == number
+        assert set(done.values()) == {1}
+        assert len(done) == 2 * 2 * 2 * number
+        assert {a.microbatch for a in made.actions} == set(range(number))
+    assert Plan(stages=2, microbatches=4).schedule_of(3).num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("microbatches", 4),
+        ("microbatches", 0),
+        ("schedule", "1f1b"),
+        ("schedule", ""),
+        ("chunks", 2),
+        ("cuts", ("head",)),
+    ],
+)
+def test_what_belongs_to_stages_is_refused_without_them(field: str, value: Any) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(stages=4)
+        Plan(**{field: value})
     assert str(caught.value).split("\n") == [
-        "A plan received stages=4.",
-        "Pipeline stages are not there yet.",
-        "Use stages=1, and fsdp or tensor to fit a large model.",
+        f"A plan received {field}={value!r} (a {type(value).__name__}).",
+        "It says how a batch flows through several stages.",
+        "Use stages=2 or more, or leave it out.",
     ]
+
+
+def test_gradients_are_not_accumulated_twice() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(stages=2, accumulate=4)
+    assert str(caught.value).split("\n") == [
+        "A plan received accumulate=4 (a int).",
+        "The microbatches of a pipeline add up their gradients already.",
+        "Use microbatches for it.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        ({"stages": 2}, 2),
+        ({"stages": 4}, 4),
+        ({"stages": 2, "schedule": "interleaved"}, 4),
+    ],
+    ids=["two", "four", "chunks"],
+)
+def test_every_piece_but_the_first_begins_at_a_named_layer(
+    options: Any, pieces: int
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**options, cuts=("body", "head"))
+    assert str(caught.value).split("\n") == [
+        "A plan received cuts=('body', 'head') (a tuple).",
+        f"{pieces} pieces begin at {pieces - 1} layers; the first begins at the "
+        "inputs.",
+        "Name as many layers, or none.",
+    ]
+
+
+def test_what_no_schedule_takes_is_refused_by_the_plan() -> None:
+    """With the texts of the schedules."""
+    for options, received in (
+        ({"microbatches": 0}, "A schedule received num_microbatches=0 (a int)."),
+        ({"microbatches": 2.5}, "A schedule received num_microbatches=2.5 (a float)."),
+        ({"schedule": "gpip"}, "'gpip' is not a schedule."),
+        ({"chunks": 3}, "The schedule '1f1b' received num_chunks=3."),
+    ):
+        with pytest.raises(PlanError) as caught:
+            Plan(stages=2, **options)
+        assert caught.value.received == received
+
+
+def test_stages_lie_apart_and_their_devices_are_neighbours() -> None:
+    mesh = make_mesh(Plan(data=2, tensor=2, stages=2), NAMES)
+    assert dict(mesh.shape) == {"stages": 2, "data": 2, "fsdp": 1, "tensor": 2}
+    first, second = stage_meshes(mesh)
+    assert [d.id for d in first.devices.flat] == [0, 1, 2, 3]
+    assert [d.id for d in second.devices.flat] == [4, 5, 6, 7]
+    assert first.axis_names == second.axis_names == ("data", "fsdp", "tensor")
+    whole = make_mesh(Plan(data=8), NAMES)
+    assert stage_meshes(whole) == [whole]
 
 
 def test_the_mesh_has_neighbours_along_its_last_axis() -> None:

@@ -105,7 +105,7 @@ def test_degrees_must_use_all_devices() -> None:
     assert received.startswith(
         "Hybrid wants data=3 x tensor=2 = 6 devices and received 8: /device:CPU:0, "
     )
-    assert rule == "data x fsdp x tensor is the number of devices."
+    assert rule == "data x fsdp x tensor x stages is the number of devices."
     assert change == "Change a degree, or pass the devices to use as devices=[...]."
     with pytest.raises(PlanError) as caught:
         mw.FSDP(3)
@@ -358,9 +358,9 @@ def test_verify_names_the_variable_whose_gradient_is_wrong(
                 first[2] = jax.device_put(wrong, first[2].sharding)
             return outputs, (first, *rest)
 
-    from meshwright.strategies import verification
+    from meshwright.strategies import attach
 
-    monkeypatch.setattr(verification, "MeshStep", Doubling)
+    monkeypatch.setattr(attach, "MeshStep", Doubling)
     keras.utils.set_random_seed(2)
     # The seed of the dropout is a huge number, beside which no error may look small.
     layers = [keras.layers.Dense(16), keras.layers.Dropout(0.1), keras.layers.Dense(4)]

@@ -36,7 +36,7 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 
 from meshwright.devices.containers import map_leaves, named_leaves
-from meshwright.devices.runtime import jax_devices, to_host
+from meshwright.devices.runtime import belongs_to_some, jax_devices, to_host
 from meshwright.devices.scope import enter, home_of, remember_home
 from meshwright.devices.step import (
     GuardedStep,
@@ -46,6 +46,7 @@ from meshwright.devices.step import (
 )
 from meshwright.devices.strategy_hooks import (
     INTAKE_MAKER,
+    STAGE_MARK,
     STEP_MAKER,
     current_intake,
     run_forward_pass,
@@ -144,16 +145,29 @@ def _assign_at_home(original: Any, self: Any, value: Any) -> None:
 
 
 def _whole_array(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    value = self.value
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    value = self._value
+    is_array = isinstance(value, jax.Array)
+    if is_array and (not value.is_fully_addressable or belongs_to_some(value.sharding)):
         return to_host(value)
     return original(self, *args, **kwargs)
 
 
 def _cast_in_place(original: Any, self: Any, value: Any) -> Any:
+    if _is_on_a_stage(self, value):
+        # Weights of one layer may lie on several stages: eager work needs them here.
+        value = jax.device_put(value, jax.local_devices()[0])
     cast = original(self, value)
     hooks = trace_hooks()
     return cast if cast is value or hooks is None else hooks.keep_cast(self, cast)
+
+
+def _is_on_a_stage(variable: Any, value: Any) -> bool:
+    """Whether eager work asks for a variable of a model that is cut into stages."""
+    if current_intake() is not None or not _is_concrete(value):
+        return False
+    layout = getattr(variable, STAGE_MARK, None)
+    is_there = layout is not None and layout is variable._layout
+    return is_there and value.is_fully_addressable
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from meshwright.devices.start import num_starts
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def jax_devices() -> dict[str, jax.Device]:
@@ -52,12 +52,38 @@ def jax_devices_of_all() -> dict[str, jax.Device]:
 
 
 def to_host(array: jax.Array) -> "np.ndarray[Any, Any]":
-    """The whole of an array; all processes must ask, if it is split among them."""
+    """The whole of an array; all processes must ask, if not all of them have it."""
+    if belongs_to_some(array.sharding):
+        return _from_its_owners(array)
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def belongs_to_some(place: Any) -> bool:
+    """Whether arrays in a place are known to some processes of a run and not to others.
+
+    It is said of what lies on a mesh, which all processes know of; what a process made
+    for itself is its own.
+    """
+    if jax.process_count() == 1 or not isinstance(place, NamedSharding):
+        return False
+    return len({d.process_index for d in place.device_set}) < jax.process_count()
+
+
+def _from_its_owners(array: jax.Array) -> "np.ndarray[Any, Any]":
+    from jax.experimental import multihost_utils
+
+    owners = {device.process_index for device in array.sharding.device_set}
+    host = np.zeros(array.shape, array.dtype)
+    if jax.process_index() in owners:
+        mesh = array.sharding.mesh
+        whole = NamedSharding(mesh, PartitionSpec())
+        host = np.asarray(jax.jit(lambda x: x, out_shardings=whole)(array))
+    is_source = jax.process_index() == min(owners)
+    return np.asarray(multihost_utils.broadcast_one_to_all(host, is_source=is_source))
 
 
 def _position(device: jax.Device) -> int:

@@ -18,6 +18,10 @@ INTAKE_MAKER = "_meshwright_intake_maker"
 """The attribute of a model that makes what its data goes through."""
 
 
+STAGE_MARK = "_meshwright_on_a_stage"
+"""The attribute of a variable with the layout that a pipeline gave it."""
+
+
 class ScopeHooks(NamedTuple):
     """What a strategy does in its scope."""
 

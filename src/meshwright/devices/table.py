@@ -126,7 +126,9 @@ def _layer_rows(
     layer_type = type(layer).__name__
     for variable in variables:
         known = values.get(id(variable))
-        value = variable.value if known is None else known
+        # Asking Keras for it would bring a variable of another stage here.
+        held = variable._value if known is None else known
+        value = variable.value if held is None else held
         shard = value.sharding.shard_shape(value.shape)
         yield PlacementRow(
             layer=path,

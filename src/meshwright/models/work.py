@@ -23,6 +23,20 @@ def count_flops(program: ClosedJaxpr | Jaxpr) -> int:
     return sum(_flops(operation) for operation in jaxpr.eqns)
 
 
+FLOPS_PER_BYTE = 10
+"""Arithmetic that takes as long as moving a byte, by and large."""
+
+
+def cost_of(operation: Any) -> int:
+    """A measure of the time that an operation takes, to compare it with others."""
+    made = sum(_bytes(v) for v in operation.outvars)
+    return _flops(operation) + FLOPS_PER_BYTE * made
+
+
+def _bytes(variable: Any) -> int:
+    return prod(variable.aval.shape) * getattr(variable.aval.dtype, "itemsize", 0)
+
+
 def all_operations(jaxpr: Jaxpr) -> Iterator[Any]:
     """The operations of a program, and of those inside of it."""
     for operation in jaxpr.eqns:

@@ -8,6 +8,9 @@ from meshwright.parallel.plan import AXES, Plan, Spec
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+STAGES = "stages"
+"""The axis of a mesh along which its pipeline stages lie; the outermost."""
+
 
 def make_mesh(plan: Plan, names: tuple[str, ...]) -> Mesh:
     """Arranges devices, which must exist, as the plan wants them.
@@ -18,9 +21,20 @@ def make_mesh(plan: Plan, names: tuple[str, ...]) -> Mesh:
     """
     available = jax_devices_of_all()
     shape = {name: size for axis in AXES for name, size in _parts(plan, axis)}
+    if plan.stages > 1:
+        shape = {STAGES: plan.stages} | shape
     devices = np.array([available[name] for name in names], dtype=object)
     types = (AxisType.Auto,) * len(shape)
     return Mesh(devices.reshape(*shape.values()), tuple(shape), axis_types=types)
+
+
+def stage_meshes(mesh: Mesh) -> list[Mesh]:
+    """The devices of each stage, as meshes of the remaining axes."""
+    if STAGES not in mesh.axis_names:
+        return [mesh]
+    names = mesh.axis_names[1:]
+    types = (AxisType.Auto,) * len(names)
+    return [Mesh(devices, names, axis_types=types) for devices in mesh.devices]
 
 
 def _parts(plan: Plan, axis: str) -> list[tuple[str, int]]:

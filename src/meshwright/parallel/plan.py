@@ -1,10 +1,11 @@
 """The Plan: one point in the space of all ways to split a training."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, TypedDict
 
 from meshwright.errors import PlanError
+from meshwright.parallel.schedules import DEFAULT_SCHEDULE, Schedule, make_schedule
 
 AXES = ("data", "fsdp", "tensor")
 """Axes of the mesh, outermost first: neighbours talk most along the last."""
@@ -14,6 +15,9 @@ BATCH_AXES = ("data", "fsdp")
 
 Spec = tuple[str | None, ...]
 """One axis name or None per dim."""
+
+MICROBATCHES = 4
+"""So many for each stage if nobody says otherwise; the bubble is then under a fifth."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
@@ -43,7 +47,15 @@ class Plan:
     tensor: int = 1
     """Ways single weights are split inside a layer."""
     stages: int = 1
-    """Pipeline stages; more than one is not there yet."""
+    """Pieces that the model is cut into, each on devices of its own."""
+    microbatches: int | None = None
+    """Parts of a batch that flow through the stages; None without stages."""
+    schedule: str | None = None
+    """In which order they do: one of `SCHEDULES`; None without stages."""
+    chunks: int | None = None
+    """Pieces on each stage, for the schedule `interleaved`."""
+    cuts: tuple[str, ...] = ()
+    """Names of the layers at which a piece begins; without the first."""
     accumulate: int = 1
     """Microbatches that a batch is computed in, one after the other, for one update."""
     remat: bool = False
@@ -61,13 +73,36 @@ class Plan:
                     "The degree of an axis is a whole number from 1.",
                     f"Use {axis}=1 to leave that axis out.",
                 )
-        if self.stages > 1:
-            raise PlanError(
-                f"A plan received stages={self.stages}.",
-                "Pipeline stages are not there yet.",
-                "Use stages=1, and fsdp or tensor to fit a large model.",
-            )
+        self._check_stages()
         self._check_levers()
+
+    def _check_stages(self) -> None:
+        if self.stages == 1:
+            for field in ("microbatches", "schedule", "chunks", "cuts"):
+                if getattr(self, field) not in (None, ()):
+                    self._refuse(
+                        field,
+                        "It says how a batch flows through several stages.",
+                        "Use stages=2 or more, or leave it out.",
+                    )
+            return
+        if self.accumulate != 1:
+            self._refuse(
+                "accumulate",
+                "The microbatches of a pipeline add up their gradients already.",
+                "Use microbatches for it.",
+            )
+        object.__setattr__(self, "schedule", self.schedule or DEFAULT_SCHEDULE)
+        if self.microbatches is None:
+            object.__setattr__(self, "microbatches", MICROBATCHES * self.stages)
+        object.__setattr__(self, "chunks", self.schedule_of().num_chunks)
+        if self.cuts and len(self.cuts) != self.num_pieces - 1:
+            self._refuse(
+                "cuts",
+                f"{self.num_pieces} pieces begin at {self.num_pieces - 1} layers; the "
+                "first begins at the inputs.",
+                "Name as many layers, or none.",
+            )
 
     def _check_levers(self) -> None:
         if not _is_count(self.accumulate):
@@ -98,7 +133,29 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """The product of all degrees."""
-        return prod(getattr(self, axis) for axis in AXES)
+        return self.stages * prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that the model is cut into."""
+        return self.stages * (self.chunks or 1)
+
+    def schedule_of(self, num_microbatches: int | None = None) -> Schedule:
+        """The schedule of a batch.
+
+        Arguments:
+            num_microbatches: Those of the batch, if it is a tail that has fewer.
+                `interleaved` wants a multiple of the stages; then the last ones of such
+                a schedule are left out.
+        """
+        assert self.schedule is not None
+        assert self.microbatches is not None
+        number = num_microbatches or self.microbatches
+        is_tail = number != self.microbatches and self.schedule == "interleaved"
+        wanted = -(-number // self.stages) * self.stages if is_tail else number
+        made = make_schedule(self.schedule, self.stages, wanted, self.chunks)
+        left = tuple(a for a in made.actions if a.microbatch < number)
+        return replace(made, num_microbatches=number, actions=left)
 
     @property
     def num_replicas(self) -> int:
@@ -111,8 +168,11 @@ class Plan:
         >>> Plan(data=2, tensor=2, accumulate=4, remat=True).describe()
         'data=2 x tensor=2, accumulate=4, remat'
         """
-        degrees = [f"{a}={getattr(self, a)}" for a in AXES if getattr(self, a) > 1]
+        axes = (*AXES, "stages")
+        degrees = [f"{a}={getattr(self, a)}" for a in axes if getattr(self, a) > 1]
         parts = [" x ".join(degrees) or "one device"]
+        if self.stages > 1:
+            parts.append(f"microbatches={self.microbatches}, {self.schedule}")
         if self.accumulate > 1:
             parts.append(f"accumulate={self.accumulate}")
         if self.remat:
@@ -124,7 +184,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "rules": [[p, list(spec)] for p, spec in self.rules]}
+        rules = [[p, list(spec)] for p, spec in self.rules]
+        return {**values, "rules": rules, "cuts": list(self.cuts)}
 
 
 def _is_count(value: Any) -> bool:

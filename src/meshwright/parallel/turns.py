@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
+from meshwright.cluster.identity import process_count
+
 import jax
 from jax.sharding import Mesh
 
@@ -48,6 +50,24 @@ def run_in_turn(mesh: Mesh, program: Callable[..., Any], *args: Any) -> Any:
     """Calls a program over a mesh, after the one before if the devices want it."""
     if not needs_turns(mesh):
         return program(*args)
+    return _run_after_newest(program, *args)
+
+
+def run_in_order(mesh: Mesh, program: Callable[..., Any], *args: Any) -> Any:
+    """Calls a program over some devices of a pipeline.
+
+    A GPU runs programs in the order in which they are called. CPUs run whatever is
+    ready: the forward passes of all microbatches before anything else, and programs of
+    several processes in another order in each. In a run of several processes on CPUs
+    each program waits for the one before.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    if process_count() > 1 and is_cpu:
+        return _run_after_newest(program, *args)
+    return run_in_turn(mesh, program, *args)
+
+
+def _run_after_newest(program: Callable[..., Any], *args: Any) -> Any:
     with _lock:
         _newest.wait()
         outputs = program(*args)

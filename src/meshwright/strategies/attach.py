@@ -10,6 +10,9 @@ from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_var
 from meshwright.parallel.mesh import replicated, sharding
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
+from meshwright.train.pipeline_step import PipelineStep
+from meshwright.train.stage_cut import StageCut
+from meshwright.train.stage_variables import reference_of
 
 import jax
 import numpy as np
@@ -19,15 +22,16 @@ if TYPE_CHECKING:
     from meshwright.strategies.strategy import Strategy
 
 _STRATEGY = "_meshwright_strategy"
+_CUT = "_meshwright_cut"
 
 
 def attach(model: Any, strategy: "Strategy") -> None:
     """Makes a strategy the one that runs a model's steps."""
     install_keras_hooks()
 
-    def make_step(model: Any, step: Any) -> MeshStep:
+    def make_step(model: Any, step: Any) -> MeshStep | PipelineStep:
         place(model, strategy)
-        return MeshStep(model, step, strategy.plan, strategy.mesh)
+        return step_over_mesh(model, step, strategy)
 
     def make_intake(model: Any, verb: str) -> Intake:
         pace = Pace(model, verb, strategy.mesh, strategy.resident)
@@ -36,10 +40,34 @@ def attach(model: Any, strategy: "Strategy") -> None:
         return Intake(model, verb, pace, check_nan=check_nan, depth=depth)
 
     object.__setattr__(model, _STRATEGY, strategy)
+    object.__setattr__(model, _CUT, StageCut(model.name, strategy.plan))
     object.__setattr__(model, STEP_MAKER, make_step)
     object.__setattr__(model, INTAKE_MAKER, make_intake)
     # Programs that were made for other devices are void.
     model.train_function = model.test_function = model.predict_function = None
+
+
+def step_over_mesh(
+    model: Any, step: Any, strategy: "Strategy", cut: StageCut | None = None
+) -> MeshStep | PipelineStep:
+    """What runs a step of Keras' as a strategy wants it.
+
+    Arguments:
+        model: The model.
+        step: The step.
+        strategy: The strategy.
+        cut: Where the model is cut into pieces; as it was attached if left out.
+    """
+    if strategy.plan.stages == 1:
+        return MeshStep(model, step, strategy.plan, strategy.mesh)
+    cut = cut or cut_of(model)
+    return PipelineStep(model, step, strategy.plan, strategy.mesh, cut)
+
+
+def cut_of(model: Any) -> StageCut:
+    """Where a model that has a strategy is cut into pieces."""
+    cut: StageCut = getattr(model, _CUT)
+    return cut
 
 
 def attached(model: Any) -> "Strategy | None":
@@ -54,6 +82,9 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     """
     set_precision(model, strategy.plan.precision)
     layouts = lay_out_model(model, strategy.plan)
+    if strategy.plan.stages > 1:
+        # Steps place them, when it is known where the model is cut.
+        return layouts
     whole = replicated(strategy.mesh)
     for path, variable in unique_variables(model).items():
         _move(variable, sharding(strategy.mesh, layouts[path].spec))
@@ -62,7 +93,7 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         for slot in optimizer.variables:
-            reference = _reference_of(slot, model)
+            reference = reference_of(slot, model)
             _move(slot, whole if reference is None else reference._layout)
     return layouts
 
@@ -79,14 +110,3 @@ def _move(variable: Any, target: NamedSharding) -> None:
         value = multihost_utils.broadcast_one_to_all(np.asarray(value))
         value = jax.make_array_from_callback(value.shape, target, value.__getitem__)
     variable._direct_assign(value)
-
-
-def _reference_of(slot: Any, model: Any) -> Any:
-    """The weight that an optimizer's slot belongs to: same shape, path in its name."""
-    candidates = [
-        weight
-        for weight in model.trainable_variables
-        if tuple(weight.shape) == tuple(slot.shape)
-        and slot.name.startswith(weight.path.replace("/", "_"))
-    ]
-    return max(candidates, key=lambda weight: len(weight.path), default=None)

@@ -1,6 +1,6 @@
 """What a strategy does to a model, in words and numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -8,16 +8,18 @@ from meshwright.devices.sizes import format_bytes
 from meshwright.errors import StrategyError
 from meshwright.models.precision import keeping_precision, layers_by_precision
 from meshwright.parallel.collectives import count_collectives
-from meshwright.parallel.layout import VariableLayout
+from meshwright.parallel.layout import VariableLayout, unique_variables
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
-from meshwright.strategies.attach import place
-from meshwright.train.accumulation import why_not_a_mean
+from meshwright.strategies.attach import place, step_over_mesh
+from meshwright.train.accumulation import first_of, why_not_a_mean
 from meshwright.train.mesh_step import (
     MeshStep,
     as_keras_takes_them,
     training_state,
 )
+from meshwright.train.pipeline_step import PipelineStep
+from meshwright.train.stage_cut import StageCut
 
 import jax
 
@@ -35,6 +37,8 @@ class Explanation:
     """Collectives of one compiled training step by kind."""
     precisions: dict[str, tuple[str, ...]]
     """The layers by what they compute in."""
+    has_stages: bool = False
+    """Whether the model is cut into stages."""
     notes: tuple[str, ...] = ()
     """What else the plan does to a training step, and why."""
 
@@ -57,10 +61,12 @@ class Explanation:
             ]
         kept = sum(4 * prod(v.shape) for v in self.whole)
         travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
+        where = "device of their stage" if self.has_stages else "device"
+        ways = "sends values from stage to stage" if self.has_stages else ""
         lines.append(
             f"{len(self.whole)} of {len(self.layouts)} variables are whole on every "
-            f"device (about {format_bytes(kept)}); a training step has "
-            f"{travels or 'no collectives'}"
+            f"{where} (about {format_bytes(kept)}); a training step "
+            f"{ways or 'has ' + (travels or 'no collectives')}"
         )
         return "\n".join([*lines, *self.notes])
 
@@ -77,32 +83,62 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
     with keeping_precision(model):
         layouts = place(model, strategy)
         train_step = jax.jit(model.train_step)
-        step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
         state = training_state(model, batch)
-        compiled = step.lower(state, batch).compile()
+        cut = StageCut(model.name, strategy.plan)
+        step = step_over_mesh(model, train_step, strategy, cut)
+        collectives, stages = _what_travels(step, state, batch)
+        layouts = _with_stages(layouts, step, model)
         precisions = layers_by_precision(model)
         notes = _notes(strategy.plan, model, state, batch)
     return Explanation(
         strategy=repr(strategy),
         layouts=tuple(layouts.values()),
-        collectives=count_collectives(compiled.as_text()),
+        collectives=collectives,
         precisions=precisions,
-        notes=notes,
+        has_stages=bool(stages),
+        notes=(*stages, *notes),
     )
+
+
+def _with_stages(
+    layouts: dict[str, VariableLayout], step: MeshStep | PipelineStep, model: Any
+) -> dict[str, VariableLayout]:
+    if isinstance(step, MeshStep):
+        return layouts
+    found = {}
+    for path, variable in unique_variables(model).items():
+        layout = layouts[path]
+        because = f"stage {step.stage_of(variable)}; {layout.because}"
+        found[path] = replace(layout, because=because)
+    return found
+
+
+def _what_travels(
+    step: MeshStep | PipelineStep, state: Any, batch: Any
+) -> tuple[dict[str, int], list[str]]:
+    if isinstance(step, MeshStep):
+        compiled = step.lower(state, batch).compile()
+        return count_collectives(compiled.as_text()), []
+    # Its stages are programs of their own, and pass values on beside them.
+    return {}, step.describe(batch)
 
 
 def _notes(plan: Plan, model: Any, state: Any, batch: Any) -> tuple[str, ...]:
     notes = []
-    if plan.accumulate > 1:
-        cut = cut_batch(batch, plan.accumulate)
-        reason = why_not_a_mean(model, state, cut)
+    number = plan.microbatches or plan.accumulate
+    if number > 1:
+        cut = cut_batch(batch, number)
+        reason = why_not_a_mean(model, state, first_of(cut))
         how = "each adds the gradients of its own loss, which is a mean over samples"
         if reason is not None:
             how = (
                 "every forward pass runs twice, first for the loss of the whole "
                 f"batch, because {reason}"
             )
-        notes.append(f"accumulate={plan.accumulate}: microbatches, and {how}")
+        lever = "accumulate" if plan.stages == 1 else "microbatches"
+        notes.append(f"{lever}={number}: microbatches, and {how}")
+    if plan.stages > 1:
+        notes.append(plan.schedule_of().timeline())
     if plan.remat:
         notes.append(
             "remat: activations inside of blocks are computed again for the gradients, "

@@ -11,6 +11,7 @@ from meshwright.devices.device import Device
 from meshwright.errors import PlanError, StrategyError
 from meshwright.parallel.plan import Levers, Plan, Spec
 from meshwright.parallel.rules import check_rules
+from meshwright.parallel.schedules import DEFAULT_SCHEDULE
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 
 
@@ -95,6 +96,86 @@ class TensorParallel(Strategy):
         super().__init__(plan, chosen)
 
 
+class Pipeline(Strategy):
+    """The model is cut into stages, and batches flow through in microbatches.
+
+    Spare devices mirror every stage.
+
+    Arguments:
+        stages: How many there are, or the names of the layers at which the second and
+            later ones begin.
+        microbatches: Into how many parts a batch is cut; four for each stage if left
+            out.
+        schedule: `'1f1b'`, `'gpipe'`, `'interleaved'` or `'zero_bubble'`.
+        chunks: Pieces of the model on each stage, for `'interleaved'`.
+        devices: The devices to use; all of the best kind if left out.
+
+    >>> import meshwright as mw
+    >>> mw.Pipeline(4, microbatches=8)
+    Pipeline(data=2 x stages=4, microbatches=8, 1f1b)
+    """
+
+    def __init__(
+        self,
+        stages: int | Sequence[str],
+        microbatches: int | None = None,
+        schedule: str = DEFAULT_SCHEDULE,
+        *,
+        chunks: int | None = None,
+        devices: DeviceNames = None,
+        **levers: Unpack[Levers],
+    ) -> None:
+        chosen = choose_devices(devices)
+        number, cuts = _stages_and_cuts(self, stages)
+        data = _spare(self, "stages", number, len(chosen))
+        plan = Plan(
+            **levers,
+            data=data,
+            stages=number,
+            microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            cuts=cuts,
+        )
+        super().__init__(plan, chosen)
+
+
+class Layerwise(Strategy):
+    """The model is cut into stages that compute one after the other.
+
+    It saves memory and no time: one stage works while the others wait. `Pipeline`
+    lets them work together.
+
+    Arguments:
+        stages: How many there are, or the names of the layers at which the second and
+            later ones begin.
+        devices: The devices to use; all of the best kind if left out.
+
+    >>> import meshwright as mw
+    >>> mw.Layerwise(2, devices=["CPU:0", "CPU:1"])
+    Layerwise(stages=2, microbatches=1, gpipe)
+    """
+
+    def __init__(
+        self,
+        stages: int | Sequence[str],
+        devices: DeviceNames = None,
+        **levers: Unpack[Levers],
+    ) -> None:
+        chosen = choose_devices(devices)
+        number, cuts = _stages_and_cuts(self, stages)
+        data = _spare(self, "stages", number, len(chosen))
+        plan = Plan(
+            **levers,
+            data=data,
+            stages=number,
+            microbatches=1,
+            schedule="gpipe",
+            cuts=cuts,
+        )
+        super().__init__(plan, chosen)
+
+
 class Hybrid(Strategy):
     """Any combination of degrees; their product is the number of devices.
 
@@ -110,6 +191,10 @@ class Hybrid(Strategy):
         tensor: int = 1,
         stages: int = 1,
         *,
+        microbatches: int | None = None,
+        schedule: str | None = None,
+        chunks: int | None = None,
+        cuts: Sequence[str] = (),
         rules: Sequence[tuple[str, Spec]] = (),
         devices: DeviceNames = None,
         **levers: Unpack[Levers],
@@ -120,9 +205,30 @@ class Hybrid(Strategy):
             fsdp=fsdp,
             tensor=tensor,
             stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            cuts=tuple(cuts),
             rules=check_rules(rules),
         )
         super().__init__(plan, choose_devices(devices))
+
+
+def _stages_and_cuts(
+    strategy: Strategy, stages: int | Sequence[str]
+) -> tuple[int, tuple[str, ...]]:
+    if isinstance(stages, int) and not isinstance(stages, bool) and stages > 1:
+        return stages, ()
+    if isinstance(stages, list | tuple) and stages:
+        names = tuple(name for name in stages if isinstance(name, str))
+        if len(names) == len(stages):
+            return len(names) + 1, names
+    raise PlanError(
+        f"{type(strategy).__name__} received stages={stages!r}.",
+        "It takes a number from 2, or a list of the names of the layers at which the "
+        "second and later stages begin.",
+        "Use, for example, stages=2 or stages=['head'].",
+    )
 
 
 def _spare(strategy: Strategy, name: str, degree: int, num_devices: int) -> int:

@@ -73,7 +73,7 @@ class Strategy:
             raise PlanError(
                 f"{type(self).__name__} wants {plan.describe()} = {plan.num_devices} "
                 f"devices and received {len(devices)}: {', '.join(devices)}.",
-                "data x fsdp x tensor is the number of devices.",
+                "data x fsdp x tensor x stages is the number of devices.",
                 "Change a degree, or pass the devices to use as devices=[...].",
             )
         self.plan = plan
@@ -289,6 +289,8 @@ class Strategy:
             attach(made, self)
 
     def _first_layout(self, variable: Any) -> Any:
+        if self.plan.stages > 1:
+            return None  # the first step lays it out, when the model is cut
         shape = tuple(variable.shape)
         spec: tuple[str | None, ...] = (None,) * len(shape)
         if self.plan.fsdp > 1 and is_arithmetic(variable):

@@ -16,14 +16,11 @@ from meshwright.models.precision import (
 )
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
-from meshwright.strategies.attach import attached, place
+from meshwright.strategies.attach import attached, place, step_over_mesh
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.accumulation import accumulated_step
-from meshwright.train.mesh_step import (
-    MeshStep,
-    as_keras_takes_them,
-    training_state,
-)
+from meshwright.train.mesh_step import as_keras_takes_them, training_state
+from meshwright.train.stage_cut import StageCut
 
 import jax
 import jax.numpy as jnp
@@ -205,16 +202,18 @@ def _step_alone(model: Any, plan: Plan) -> Any:
     def accumulated(state: Any, batch: Any) -> Any:
         return accumulated_step(model, state, batch, lambda size: nullcontext())
 
-    if plan.accumulate == 1:
+    number = plan.microbatches or plan.accumulate
+    if number == 1:
         return jax.jit(train_step)
     step = jax.jit(accumulated)
-    return lambda state, batch: step(state, cut_batch(batch, plan.accumulate))
+    return lambda state, batch: step(state, cut_batch(batch, number))
 
 
 def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:
     place(model, strategy)
     train_step = jax.jit(model.train_step)
-    step = MeshStep(model, train_step, strategy.plan, strategy.mesh)
+    cut = StageCut(model.name, strategy.plan)
+    step = step_over_mesh(model, train_step, strategy, cut)
     return _run(step, start, batches)
 
 

@@ -29,13 +29,22 @@ _ON_CPU: Rules = {
 _ELSEWHERE: Rules = {**_POOLING, "conv_general_dilated": convolve_single_channel}
 
 
-def in_best_form(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """The same step, for use inside of a program, in operations that suit the mesh."""
+def in_best_form(
+    step: Callable[..., Any], mesh: Mesh, *, is_moved: bool = False
+) -> Callable[..., Any]:
+    """The same step, for use inside of a program, in operations that suit the mesh.
+
+    Arguments:
+        step: The step.
+        mesh: The devices.
+        is_moved: Whether it was traced for other devices in a mesh of the same shape.
+    """
     rules = _ON_CPU if _is_cpu(mesh) else _ELSEWHERE
 
     def run(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        values = jaxpr_as_fun(rewritten(program, rules))(*jax.tree.leaves(args))
+        best = rewritten(program, rules, mesh if is_moved else None)
+        values = jaxpr_as_fun(best)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
     return run

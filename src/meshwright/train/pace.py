@@ -15,6 +15,7 @@ from meshwright.devices.device import Device
 from meshwright.devices.runtime import name_of, usable_devices
 from meshwright.devices.settings import current_settings
 from meshwright.devices.sizes import format_bytes
+from meshwright.parallel.mesh import STAGES
 from meshwright.train.listeners import Listeners
 from meshwright.train.traced_step import TracedStep
 
@@ -119,6 +120,8 @@ class Pace:
     def _why_no_stacks(self, depth: int) -> str | None:
         if self._verb not in _FUNCTIONS:
             return "predict returns every batch"
+        if self._has_stages:
+            return "a pipeline takes a batch at a time"
         if self.listeners.of_state:
             return f"{self._state_listeners} wants to see each of them"
         if current_settings().memory_limit is not None:
@@ -130,6 +133,8 @@ class Pace:
             return "the data is not arrays in memory"
         if self._verb not in _FUNCTIONS:
             return "predict returns every batch"
+        if self._has_stages:
+            return "a pipeline takes a batch at a time"
         if self.listeners.of_state and self._model.steps_per_execution > 1:
             return f"{self._state_listeners} counts executions of several steps"
         if self._resident is not None:
@@ -143,6 +148,10 @@ class Pace:
                 f"for {format_bytes(room)} on each device"
             )
         return None
+
+    @property
+    def _has_stages(self) -> bool:
+        return STAGES in self._mesh.axis_names
 
     @property
     def _is_on_cpu(self) -> bool:

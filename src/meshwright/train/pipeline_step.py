@@ -1,0 +1,439 @@
+"""A Keras step whose model is cut into pieces that lie on different devices."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, cached_property, partial
+from itertools import groupby, pairwise
+from typing import Any
+
+from meshwright.cluster.identity import process_count
+from meshwright.data.resident import Shapes
+from meshwright.devices.containers import map_leaves
+from meshwright.devices.sizes import format_bytes
+from meshwright.devices.step import StepState, batch_size, variables_of
+from meshwright.devices.strategy_hooks import STAGE_MARK, TraceHooks, tracing
+from meshwright.errors import StrategyError
+from meshwright.models.parts import bytes_of, split_program
+from meshwright.models.stages import Input, Role
+from meshwright.parallel.batch import BatchSplit, PlacedBatch
+from meshwright.parallel.mesh import gathered, replicated, sharding
+from meshwright.parallel.microbatch import Microbatches
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.transfers import has_part
+from meshwright.train.accumulation import why_not_a_mean
+from meshwright.train.piece_programs import PieceProgram
+from meshwright.train.pipeline_flow import Flow, Pieces
+from meshwright.train.pure_step import pure
+from meshwright.train.stage_cut import StageCut
+from meshwright.train.stage_memory import StageMemory, memory_of_stages
+from meshwright.train.stage_update import StageUpdate
+from meshwright.train.stage_variables import StageVariables
+from meshwright.train.staged_steps import (
+    ROLES,
+    TRAIN,
+    OutputsOf,
+    StagedStep,
+    trace_step,
+    training_of,
+)
+from meshwright.train.whole_loss import WholeLoss
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+
+class PipelineStep:
+    """Runs a step of Keras' (train, test or predict) through the stages of a pipeline.
+
+    Arguments:
+        model: The model.
+        step: Keras' step.
+        plan: The plan.
+        mesh: All devices.
+        cut: Where the model is cut; its steps share it.
+    """
+
+    measures_kernels = False
+
+    def __init__(
+        self, model: Any, step: Any, plan: Plan, mesh: Mesh, cut: StageCut
+    ) -> None:
+        if not hasattr(step, "lower"):
+            raise StrategyError(
+                f"{model.name!r} was compiled with run_eagerly=True or "
+                "jit_compile=False.",
+                "A step over a mesh is made of compiled programs.",
+                "Compile the model without these, or train it without a strategy.",
+            )
+        self._trains = step.__name__ == "train_step"
+        self._model = model
+        self._name = step.__name__
+        self._function = pure(model, step.__name__, step.__wrapped__)
+        self._plan = plan
+        self._cut = cut
+        self._variables = StageVariables(model, plan, mesh, cut)
+        self._state = StepState(model)
+        self._newest: Any = None
+        self.giving_back = self._state.giving_back
+        self.pieces = cache(self._pieces)
+        self._schedule = cache(plan.schedule_of)
+        self._whole_loss = cache(self._make_whole_loss)
+        self._why_no_mean = cache(self._find_why_no_mean)
+        self._outputs_of = OutputsOf(model)
+        self._has_run = False
+        if self._trains:
+            _refuse_own_step(model)
+
+    def put(self, data: Any) -> PlacedBatch:
+        """A batch in microbatches; each goes to its stages when they need it."""
+        size = batch_size(data)
+        wanted = self._plan.microbatches if self._trains else 1
+        host = map_leaves(np.array, data)
+        return PlacedBatch(size, _cut_up(host, size, wanted or 1))
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        """Runs one step on a batch of any size; returns what Keras' step does."""
+        batch = data if isinstance(data, PlacedBatch) else self.put(data)
+        self._refuse_few_samples(batch.size)
+        shapes = [Shapes.of(each) for each in batch.arrays]
+        pieces = [self.pieces(each) for each in shapes]
+        state = self._lay_out(state)
+        if not self._trains:
+            flow = Flow(self._variables, pieces, state, batch)
+            for piece in range(self._plan.num_pieces):
+                flow.fetch("forward_only", piece, 0)
+                flow.act("forward_only", piece, 0)
+            logs = flow.logs()
+            flow.spread_metrics()
+        elif self._is_by_outputs(shapes):
+            flow, logs = self._train_by_outputs(pieces, state, batch)
+        else:
+            flow = Flow(self._variables, pieces, state, batch)
+            self._follow_schedule(flow, len(pieces))
+            logs = flow.logs()
+            flow.update(self._update)
+            flow.spread_metrics()
+        self._newest = state = flow.state()
+        return logs, self._state.keep(state)
+
+    def memory(self, state: Any, data: Any) -> list[StageMemory]:
+        """What a training step on such a batch needs on each stage."""
+        batch = self.put(data)
+        pieces = self.pieces(Shapes.of(batch.arrays[0]))
+        schedule = self._schedule(len(batch.arrays))
+        return memory_of_stages(pieces, self._variables, self._lay_out(state), schedule)
+
+    def describe(self, data: Any) -> list[str]:
+        """Which layers are in which stage, and what passes between them."""
+        batch = self.put(data)
+        pieces = self.pieces(Shapes.of(batch.arrays[0]))
+        lines = [f"The model is cut where {self._cut.because}."]
+        for piece, program in enumerate(pieces.programs):
+            ends, names = program.ends, self._cut.layers[piece]
+            carried = sum(bytes_of(v) for v in (*ends.active, *ends.passive))
+            arrives = f"; {format_bytes(carried)} arrive with each microbatch"
+            stage = self._variables.stage_of(piece)
+            what = f"stage {stage}"
+            if self._plan.num_pieces > self._plan.stages:
+                what = f"piece {piece} on {what}"
+            lines.append(
+                f"  {what}: {100 * self._cut.shares[piece]:.0f} % of the work"
+                f"{arrives if piece else ''}: {', '.join(names)}"
+            )
+        return lines
+
+    def stage_of(self, variable: Any) -> int | None:
+        """The stage that a variable of the model lives on."""
+        lists: dict[Role, Any] = {
+            "weight": self._model.trainable_variables,
+            "state": self._model.non_trainable_variables,
+        }
+        for role, variables in lists.items():
+            for i, each in enumerate(variables):
+                if each is variable:
+                    return self._variables.stage(Input(role, i))
+        return None
+
+    def _follow_schedule(
+        self, flow: Flow, number: int, only_forward: bool = False
+    ) -> None:
+        """Does the actions of a schedule, tick by tick.
+
+        Arguments:
+            flow: The step.
+            number: Microbatches of the batch.
+            only_forward: Whether only the forward passes are wanted, without gradients.
+        """
+        every = self._schedule(number).actions
+        chosen = [a for a in every if a.kind == "forward" or not only_forward]
+        kind = "forward_only" if only_forward else None
+        for _, group in groupby(chosen, key=lambda action: action.tick):
+            actions = [
+                (kind or a.kind, a.piece(self._plan.stages), a.microbatch)
+                for a in group
+            ]
+            for action in actions:
+                flow.fetch(*action)
+            for action in actions:
+                flow.act(*action)
+
+    def _train_by_outputs(
+        self, pieces: list[Pieces], state: Any, batch: PlacedBatch
+    ) -> tuple[Flow, Any]:
+        """Goes forward twice: first for the loss of the whole batch."""
+        before = Flow(self._variables, pieces, state, batch)
+        self._follow_schedule(before, len(pieces), only_forward=True)
+        last = self._variables.mesh_of(self._plan.num_pieces - 1)
+        loss = self._whole_loss(before.microbatch_shapes())
+        read = [before.read(each, last) for each in loss.reads]
+        metrics = [before.read(Input("metric", i), last) for i in range(len(state[3]))]
+        microbatches = before.microbatches()
+        found = loss(read, metrics, microbatches) if has_part(last) else None
+        starts = before.gradients_at_home(found and found.outputs)
+        flow = Flow(self._variables, pieces, state, batch, starts)
+        self._follow_schedule(flow, len(pieces))
+        trained = [each for each in loss.reads if each.role == "weight"]
+        weights = found.weights if found else [None] * len(trained)
+        flow.add_gradients_of_loss(dict(zip(trained, weights, strict=True)))
+        flow.update(self._update)
+        shapes = loss.shapes
+        metrics = flow.spread_from_last(found and found.metrics, shapes.metrics)
+        flow.take_metrics(metrics)
+        return flow, flow.spread_from_last(found and found.logs, shapes.logs)
+
+    def _make_whole_loss(self, shapes: tuple[Shapes, ...]) -> WholeLoss:
+        return WholeLoss(
+            self._model,
+            self._outputs_of.template,
+            self._state_shapes(4),
+            [each.tree for each in shapes],
+            self._variables.mesh_of(self._plan.num_pieces - 1),
+        )
+
+    def _is_by_outputs(self, shapes: list[Shapes]) -> bool:
+        """Whether the loss of a batch is no mean of those of its microbatches."""
+        has_several = self._trains and self._plan.microbatches != 1
+        return has_several and self._why_no_mean(shapes[0]) is not None
+
+    def _find_why_no_mean(self, shapes: Shapes) -> str | None:
+        return why_not_a_mean(self._model, self._state_shapes(4), shapes.tree)
+
+    def _refuse_few_samples(self, size: int) -> None:
+        """A tail may be small, but not the first batch."""
+        wanted = self._plan.microbatches or 1
+        if not self._has_run and self._trains and size < wanted:
+            raise StrategyError(
+                f"A batch of {size} samples was to be cut into {wanted} microbatches.",
+                "A microbatch has a sample at least.",
+                f"Use a batch size of at least {wanted}, or microbatches={size}.",
+            )
+        self._has_run = True
+
+    def _lay_out(self, state: Any) -> Any:
+        """The state where it belongs; what a step has put out is there already."""
+        if state is self._newest:
+            return state
+        groups = zip(variables_of(self._model, state), state, strict=True)
+        laid_out = []
+        for role, (variables, values) in zip(ROLES[len(state)], groups, strict=True):
+            places = [
+                self._variables.place(Input(role, i), variable)
+                for i, variable in enumerate(variables)
+            ]
+            for variable, place in zip(variables, places, strict=True):
+                variable._layout = place
+                setattr(variable, STAGE_MARK, place)
+            pairs = zip(values, places, strict=True)
+            laid_out.append([_put(value, place) for value, place in pairs])
+        return tuple(laid_out)
+
+    def _pieces(self, shapes: Shapes) -> Pieces:
+        step = self._trace(shapes.tree)
+        found = self._cut.assign(step.staged)
+        number = self._plan.num_pieces
+        parts = split_program(step.staged.program, found.owners, number)
+        size = batch_size(
+            jax.tree.map(lambda leaf: np.empty(leaf.shape[:1]), shapes.tree)
+        )
+        programs = [
+            PieceProgram(
+                step.staged,
+                part,
+                self._variables.mesh_of(piece),
+                size,
+                partial(self._place, step, self._variables.mesh_of(piece), size),
+                self._plan.remat,
+            )
+            for piece, part in enumerate(parts)
+        ]
+        return Pieces(step, programs)
+
+    def _place(
+        self, step: StagedStep, mesh: Mesh, size: int, kind: str, number: int
+    ) -> NamedSharding:
+        """Where an input or output of the step lies on the devices of a piece."""
+        staged = step.staged
+        source = number if kind == "input" else staged.updates[number]
+        if source is not None:
+            given = staged.inputs[source]
+            return sharding(mesh, self._variables.spec(self._variable(given)))
+        v = staged.program.jaxpr.outvars[number]
+        has_samples = bool(v.aval.shape) and v.aval.shape[0] == size
+        if self._variables.mesh.is_multi_process and not self._trains:
+            return replicated(mesh)  # every process reads the outputs
+        return BatchSplit(size, mesh).placement() if has_samples else replicated(mesh)
+
+    def _variable(self, given: Input) -> Any:
+        lists = {
+            "weight": self._model.trainable_variables,
+            "state": self._model.non_trainable_variables,
+            "metric": self._model.metrics_variables,
+        }
+        return lists[given.role][given.index]
+
+    def _trace(self, batch: Any) -> StagedStep:
+        size = _num_samples(batch)
+        roles = TRAIN if self._trains else ROLES[self._num_lists]
+        state = self._state_shapes(len(roles))
+        run, returned = self._traceable(batch, roles)
+
+        def traced(state: Any, batch: Any) -> Any:
+            ready = self._gather(list(state[:2]))
+            with self._keeping(size):
+                starts, logs, lists = run((*ready, *state[2:]), batch)
+            return starts, logs, _ungathered(lists, ready, state[:2])
+
+        return trace_step(traced, roles, returned, state, batch)
+
+    def _traceable(
+        self, batch: Any, roles: tuple[Role, ...]
+    ) -> tuple[Callable[..., Any], tuple[Role, ...]]:
+        """What of the step goes through the pieces, and the lists that it returns."""
+        if not self._trains:
+            return self._whole_step, roles
+        if self._is_by_outputs([Shapes.of(batch)]):
+            return self._outputs_of, ("state",)
+        return training_of(self._model), ("state", "metric")
+
+    def _whole_step(self, state: Any, batch: Any) -> Any:
+        logs, lists = self._function(state, batch)
+        return None, logs, tuple(list(each) for each in lists)
+
+    @property
+    def _num_lists(self) -> int:
+        return 2 if self._name == "predict_step" else 3
+
+    def _state_shapes(self, num_lists: int) -> Any:
+        groups = variables_of(self._model, [()] * num_lists)
+        return tuple([_shape_of(v) for v in group] for group in groups)
+
+    @property
+    def _template(self) -> Mesh:
+        """The devices that steps are traced for, and replaced in each piece."""
+        return self._variables.meshes[0]
+
+    def _gather(self, lists: Any) -> Any:
+        if self._template.size == 1:
+            return lists
+        groups = variables_of(self._model, [(), ()])
+        places = [
+            [gathered(sharding(self._template, self._variables.spec(v))) for v in group]
+            for group in groups
+        ]
+        return jax.lax.with_sharding_constraint(lists, places)
+
+    def _keeping(self, size: int) -> AbstractContextManager[None]:
+        if self._template.size == 1:
+            return nullcontext()
+        split = BatchSplit(size, self._template)
+        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+
+    def _keep_gathered(self, variable: Any, value: Any) -> Any:
+        place = sharding(self._template, self._variables.spec(variable))
+        return jax.lax.with_sharding_constraint(value, gathered(place))
+
+    @cached_property
+    def _update(self) -> StageUpdate:
+        weights, _, slots, _ = self._state_shapes(4)
+        known, model = self._variables, self._model
+        lists: dict[Role, Any] = {
+            "weight": model.trainable_variables,
+            "shared": model.optimizer.variables,
+        }
+
+        def place(given: Input) -> NamedSharding:
+            return known.place(given, lists[given.role][given.index])
+
+        homes = [known.stage(Input("weight", i)) for i in range(len(weights))]
+        return StageUpdate(
+            model.optimizer,
+            slots,
+            weights,
+            [known.stage(Input("shared", i)) for i in range(len(slots))],
+            [home for home in homes if home is not None],
+            known.meshes,
+            known.mesh,
+            place,
+        )
+
+
+def _refuse_own_step(model: Any) -> None:
+    import keras
+
+    if type(model).train_step is not keras.Model.train_step:
+        raise StrategyError(
+            f"A pipeline was asked to train {model.name!r}, whose class "
+            f"{type(model).__name__} has a train_step of its own.",
+            "A pipeline replaces the training step, so it would not be called.",
+            "Override compute_loss instead of train_step, or use another strategy.",
+        )
+
+
+def _cut_up(data: Any, size: int, wanted: int) -> list[Any]:
+    """The microbatches of a batch; what has no samples is in each of them."""
+    sizes = Microbatches(size, wanted).sizes
+    ends = np.cumsum([0, *sizes])
+
+    def part(start: int, end: int) -> Any:
+        def take(array: Any) -> Any:
+            return array[start:end] if array.ndim and len(array) == size else array
+
+        return map_leaves(take, data)
+
+    return [part(a, b) for a, b in pairwise(ends)]
+
+
+def _put(value: Any, where: NamedSharding) -> Any:
+    if isinstance(value, jax.Array) and value.sharding == where:
+        # What Keras assigned to all processes has shards that JAX cannot tell apart.
+        is_among_all = not where.is_fully_addressable and where.addressable_devices
+        return jax.jit(_same, out_shardings=where)(value) if is_among_all else value
+    if process_count() == 1:
+        return jax.device_put(value, where)
+    from jax.experimental import multihost_utils
+
+    # Every process made its own; the first one's counts.
+    host = np.asarray(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+    given = host.__getitem__
+    return jax.make_array_from_callback(host.shape, where, given, dtype=host.dtype)
+
+
+def _ungathered(lists: Any, ready: Any, before: Any) -> Any:
+    """What a step returns, with variables that it did not change as they were."""
+    pairs = zip(jax.tree.leaves(ready), jax.tree.leaves(before), strict=True)
+    known = {id(gathered): value for gathered, value in pairs}
+    return jax.tree.map(lambda value: known.get(id(value), value), lists)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
+    held = variable if variable._value is None else variable._value
+    return jax.ShapeDtypeStruct(tuple(held.shape), held.dtype)
+
+
+def _num_samples(batch: Any) -> int:
+    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)

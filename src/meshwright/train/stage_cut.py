@@ -1,0 +1,194 @@
+"""Where the pieces of a model are cut, and where its variables live."""
+
+import difflib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from meshwright.errors import StrategyError
+from meshwright.models.stages import (
+    Assignment,
+    Homes,
+    StagedProgram,
+    assign_by_cuts,
+    assign_by_homes,
+    layers_of_pieces,
+)
+from meshwright.models.work import FLOPS_PER_BYTE
+from meshwright.parallel.balance import choose_stage_cuts
+from meshwright.parallel.plan import Plan
+
+GOOD_ENOUGH = 1.08
+"""Cuts between layers may make the slowest piece slower by this much than others."""
+
+
+class StageCut:
+    """The cut of one model; it is made by the first of its steps that is traced.
+
+    Attributes:
+        layers: For each piece the names of the layers in it.
+        shares: For each piece its share of all work, by estimate.
+        because: Why it is cut there.
+    """
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        self.layers: list[list[str]] = []
+        self.shares: list[float] = []
+        self.because = ""
+        self._name = name
+        self._plan = plan
+        self._homes: Homes | None = None
+        self._variables: list[Any] = []
+
+    @property
+    def homes(self) -> Homes | None:
+        """The pieces of the variables, once they are known."""
+        return self._homes
+
+    def keep_for(self, variables: Sequence[Any]) -> None:
+        """Forgets the cut if the variables, by which it is known, are in other places.
+
+        They are when layers have been frozen.
+        """
+        if [id(v) for v in variables] != [id(v) for v in self._variables]:
+            self._variables, self._homes = list(variables), None
+
+    def assign(self, staged: StagedProgram) -> Assignment:
+        """Where the operations of a step are computed."""
+        if self._homes is not None:
+            found = assign_by_homes(staged, self._homes, self._plan.num_pieces)
+            self._refuse_states_on_the_move(staged, found)
+            return found
+        cuts = self._choose(staged)
+        found = assign_by_cuts(staged, cuts, self._plan.num_pieces)
+        self._homes = found.homes
+        pieces = self._plan.num_pieces
+        self.layers = layers_of_pieces(staged, found.owners, pieces)
+        self.shares = _shares(staged, found, pieces)
+        return found
+
+    def _choose(self, staged: StagedProgram) -> list[int]:
+        if self._plan.cuts:
+            self.because = "the cuts were given"
+            return self._pinned(staged, self._plan.cuts)
+        if self._plan.num_pieces == 1:
+            return []
+        between = [
+            is_allowed and names != before
+            for is_allowed, names, before in zip(
+                staged.is_cuttable,
+                staged.layers,
+                [(), *staged.layers[:-1]],
+                strict=True,
+            )
+        ]
+        anywhere = self._balanced(staged, staged.is_cuttable)
+        if anywhere is None:
+            raise self._too_many_stages(staged)
+        whole = self._balanced(staged, between)
+        fastest = _slowest(staged, anywhere)
+        if whole is None or _slowest(staged, whole) > GOOD_ENOUGH * fastest:
+            self.because = "the slowest piece is fastest, also inside of layers"
+            return anywhere
+        self.because = "the slowest piece is fastest, between layers"
+        return whole
+
+    def _balanced(
+        self, staged: StagedProgram, is_cuttable: Sequence[bool]
+    ) -> list[int] | None:
+        return choose_stage_cuts(
+            staged.costs,
+            staged.alive,
+            is_cuttable,
+            self._plan.num_pieces,
+            cost_per_byte=FLOPS_PER_BYTE,
+        )
+
+    def _too_many_stages(self, staged: StagedProgram) -> StrategyError:
+        most = sum(staged.is_cuttable) + 1
+        return StrategyError(
+            f"{self._name!r} was to be cut into {self._plan.num_pieces} pieces.",
+            f"Its training step has {most} that can stand alone: an operation is not "
+            "cut, nor is what updates a state (BatchNorm, seeds).",
+            f"Use at most {most} stages x chunks.",
+        )
+
+    def _pinned(self, staged: StagedProgram, names: Sequence[str]) -> list[int]:
+        """The first operations of layers, which are in the order of the step."""
+        found = [self._position(staged, name) for name in names]
+        for (before, name), (start, end) in zip(
+            pairwise(names), pairwise(found), strict=True
+        ):
+            if start >= end:
+                ordered = dict(sorted(zip(found, names, strict=True)))
+                raise StrategyError(
+                    f"Stages of {self._name!r} were to begin at "
+                    f"{', '.join(map(repr, names))}.",
+                    "Each begins after the one before it in the training step, and "
+                    f"{name!r} does not begin after {before!r}.",
+                    "Name different layers in the order of the step: "
+                    f"{', '.join(map(repr, ordered.values()))}.",
+                )
+        return found
+
+    def _position(self, staged: StagedProgram, name: str) -> int:
+        """The first operation of a layer."""
+        for number, names in enumerate(staged.layers):
+            if name in names and staged.is_bound[number]:
+                return self._checked_position(staged, name, number)
+        known = list(dict.fromkeys(n for names in staged.layers for n in names))
+        near = difflib.get_close_matches(name, known) or known[:8]
+        raise StrategyError(
+            f"A stage was to begin at {name!r}, which is no layer of {self._name!r}.",
+            "Stages begin at layers that the training step computes.",
+            f"Near misses: {', '.join(near)}.",
+        )
+
+    def _checked_position(self, staged: StagedProgram, name: str, number: int) -> int:
+        if staged.is_cuttable[number]:
+            return number
+        raise StrategyError(
+            f"A stage was to begin at {name!r} of {self._name!r}.",
+            "There, the model cannot be cut: it is the beginning, or a state (that of "
+            "BatchNorm, or of a dropout's seed) is read before and written after it.",
+            "Begin the stage at another layer.",
+        )
+
+    def _refuse_states_on_the_move(
+        self, staged: StagedProgram, found: Assignment
+    ) -> None:
+        made = {
+            v: owner
+            for op, owner in zip(staged.program.jaxpr.eqns, found.owners, strict=True)
+            for v in op.outvars
+        }
+        for output, number in zip(
+            staged.program.jaxpr.outvars, staged.updates, strict=True
+        ):
+            if number is None or staged.inputs[number].role != "state":
+                continue
+            home = found.homes[staged.inputs[number]]
+            if output in made and made[output] != {home}:
+                raise StrategyError(
+                    f"A step of {self._name!r} updates a state in piece "
+                    f"{min(made[output])} that lives in piece {home}.",
+                    "A state is read and written in one piece.",
+                    "Cut the model elsewhere, by the names of layers.",
+                )
+
+
+def _slowest(staged: StagedProgram, cuts: Sequence[int]) -> int:
+    spans = pairwise([0, *cuts, len(staged.costs)])
+    travels = pairwise([0, *(staged.alive[cut] for cut in cuts), 0])
+    return max(
+        sum(staged.costs[start:end]) + FLOPS_PER_BYTE * (before + after)
+        for (start, end), (before, after) in zip(spans, travels, strict=True)
+    )
+
+
+def _shares(staged: StagedProgram, found: Assignment, num_pieces: int) -> list[float]:
+    sums = [0] * num_pieces
+    for cost, owner in zip(staged.costs, found.owners, strict=True):
+        for piece in owner:
+            sums[piece] += cost
+    return [each / max(sum(sums), 1) for each in sums]

@@ -1,0 +1,152 @@
+"""What the stages of a pipeline hold in memory, by the compiler's own account."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.parallel.schedules import Schedule
+from meshwright.train.piece_programs import PieceProgram
+from meshwright.train.pipeline_flow import Pieces
+from meshwright.train.stage_variables import StageVariables
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes on each device of a stage, at the most."""
+
+    variables: int
+    """Weights, optimizer state, and what else the stage keeps."""
+    gradients: int
+    """Their sums over the microbatches."""
+    kept: int
+    """What backward passes that are still to come want to know."""
+    working: int
+    """What the largest program needs while it runs."""
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.variables + self.gradients + self.kept + self.working
+
+
+def memory_of_stages(
+    pieces: Pieces, variables: StageVariables, state: Any, schedule: Schedule
+) -> list[StageMemory]:
+    """Compiles the programs of a training step and adds up what they need.
+
+    Arguments:
+        pieces: The pieces of the step, for its largest microbatch.
+        variables: Where the variables lie.
+        state: The state, laid out.
+        schedule: How many microbatches are under way at the same time.
+    """
+    found = []
+    for stage in range(len(variables.meshes)):
+        mine = [
+            _PieceMemory(pieces, piece, variables)
+            for piece in range(len(pieces.programs))
+            if variables.stage_of(piece) == stage
+        ]
+        most = schedule.most_alive(stage)
+        # With several pieces on a stage, the largest of them are counted.
+        kept = max(each.kept for each in mine) * most
+        found.append(
+            StageMemory(
+                variables=_held(state, variables, stage),
+                gradients=sum(each.gradients for each in mine),
+                kept=kept,
+                working=max(each.working for each in mine),
+            )
+        )
+    return found
+
+
+def _held(state: Any, variables: StageVariables, stage: int) -> int:
+    devices = set(variables.meshes[stage].devices.flat)
+    return sum(
+        _shard_bytes(leaf, leaf.sharding)
+        for leaf in jax.tree.leaves(state)
+        if devices <= leaf.sharding.device_set
+    )
+
+
+class _PieceMemory:
+    """What one piece needs for a microbatch."""
+
+    def __init__(self, pieces: Pieces, piece: int, variables: StageVariables) -> None:
+        program = pieces.programs[piece]
+        given = _given(pieces, program, variables, piece)
+        forward = program.forward.lower(*given).compile()
+        shapes = jax.eval_shape(program.forward, *given)
+        *_, kept_places = forward.output_shardings
+        *_, kept = shapes
+        (_, active), (arguments, passive) = given
+        data = [
+            each
+            for each, n in zip(arguments, program.ends.arguments, strict=True)
+            if pieces.step.staged.inputs[n].role == "data"
+        ]
+        self.kept = sum(_own_bytes(each) for each in (*active, *passive, *data))
+        put_out = sum(map(_shard_bytes, *_leaves(kept, kept_places)))
+        self.kept += put_out
+        self.working = _working(forward) - put_out
+        self.gradients = 0
+        if program.has_backward:
+            placed = [
+                _placed(a, b) for a, b in zip(*_leaves(kept, kept_places), strict=True)
+            ]
+            carried = [_of(v, program.place(v)) for v in program.ends.carried]
+            weights = given[0][0]
+            self.gradients = sum(map(_own_bytes, weights))
+            backward = program.backward.lower(*given, placed, carried, weights)
+            self.working = max(
+                self.working, _working(backward.compile()) - self.gradients
+            )
+
+
+def _given(
+    pieces: Pieces, program: PieceProgram, variables: StageVariables, piece: int
+) -> Any:
+    staged, ends = pieces.step.staged, program.ends
+    invars = staged.program.jaxpr.invars
+
+    def of(number: int) -> jax.ShapeDtypeStruct:
+        v = invars[number]
+        if staged.inputs[number].role == "data":
+            return _of(v, program.place(v))
+        return _of(v, program.place_of_input(number))
+
+    weights, arguments = map(of, ends.weights), map(of, ends.arguments)
+    active = [_of(v, program.place(v)) for v in ends.active]
+    passive = [_of(v, program.place(v)) for v in ends.passive]
+    return (list(weights), active), (list(arguments), passive)
+
+
+def _working(compiled: Any) -> int:
+    """Bytes beside the arguments: outputs that are new, and what is thrown away."""
+    analysis = compiled.memory_analysis()
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.temp_size_in_bytes + new)
+
+
+def _leaves(values: Any, places: Any) -> tuple[list[Any], list[Any]]:
+    return jax.tree.leaves(values), jax.tree.leaves(places)
+
+
+def _of(v: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=place)
+
+
+def _placed(shape: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+
+def _own_bytes(value: Any) -> int:
+    return _shard_bytes(value, value.sharding)
+
+
+def _shard_bytes(value: Any, place: Any) -> int:
+    size = int(np.prod(place.shard_shape(value.shape), dtype=np.int64))
+    return size * int(getattr(value.dtype, "itemsize", 0))

@@ -1,0 +1,90 @@
+"""Where the variables of a model lie on the stages of a pipeline."""
+
+from functools import cached_property
+from typing import Any
+
+from meshwright.models.stages import Input
+from meshwright.parallel.layout import lay_out_model, unique_variables
+from meshwright.parallel.mesh import sharding, stage_meshes
+from meshwright.parallel.plan import Plan, Spec
+from meshwright.train.stage_cut import StageCut
+
+from jax.sharding import Mesh, NamedSharding
+
+
+class StageVariables:
+    """Where the variables of a model lie on the stages.
+
+    Arguments:
+        model: The model, built.
+        plan: The plan.
+        mesh: All devices.
+        cut: Where the model is cut.
+    """
+
+    def __init__(self, model: Any, plan: Plan, mesh: Mesh, cut: StageCut) -> None:
+        self.mesh = mesh
+        self.meshes = stage_meshes(mesh)
+        self._model = model
+        self._plan = plan
+        self._cut = cut
+        cut.keep_for([*model.trainable_variables, *model.non_trainable_variables])
+        layouts = lay_out_model(model, plan)
+        found = unique_variables(model)
+        self._specs = {id(v): layouts[path].spec for path, v in found.items()}
+
+    def stage_of(self, piece: int) -> int:
+        """The stage that a piece lies on."""
+        return piece % self._plan.stages
+
+    def mesh_of(self, piece: int) -> Mesh:
+        """The devices of a piece."""
+        return self.meshes[self.stage_of(piece)]
+
+    def spec(self, variable: Any) -> Spec:
+        """How a variable is split over the devices of its stage."""
+        return self._specs.get(id(variable), (None,) * len(variable.shape))
+
+    def stage(self, given: Input) -> int | None:
+        """The stage of a variable; None for those that are on all of them."""
+        if given.role == "shared":
+            weight = self._weight_of_slot(given.index)
+            return None if weight is None else self.stage(Input("weight", weight))
+        if given.role == "metric" and self.mesh.is_multi_process:
+            return None  # every process reads them at the end of an epoch
+        if given.role == "metric":
+            # `predict`, which may be what the model is cut by, does not know them.
+            return self.stage_of(self._plan.num_pieces - 1)
+        homes = self._cut.homes
+        assert homes is not None, "a step was traced before"
+        return self.stage_of(homes[given])
+
+    def place(self, given: Input, variable: Any) -> NamedSharding:
+        """Where a variable lies."""
+        stage, spec = self.stage(given), self.spec(variable)
+        if given.role == "shared" and stage is not None:
+            weight = self._weight_of_slot(given.index)
+            spec = self.spec(self._model.trainable_variables[weight])
+        return sharding(self.mesh if stage is None else self.meshes[stage], spec)
+
+    def _weight_of_slot(self, number: int) -> int | None:
+        return self._weights_of_slots[number]
+
+    @cached_property
+    def _weights_of_slots(self) -> list[int | None]:
+        weights = self._model.trainable_variables
+        positions = {id(weight): i for i, weight in enumerate(weights)}
+        slots = self._model.optimizer.variables
+        found = [reference_of(slot, self._model) for slot in slots]
+        return [None if w is None else positions[id(w)] for w in found]
+
+
+def reference_of(slot: Any, model: Any) -> Any:
+    """The weight that an optimizer's slot belongs to: same shape, path in its name."""
+    candidates = [
+        weight
+        for weight in model.trainable_variables
+        if tuple(weight.shape) == tuple(slot.shape)
+        and slot.name.startswith(weight.path.replace("/", "_"))
+    ]
+    return max(candidates, key=lambda weight: len(weight.path), default=None)
