@@ -253,9 +253,7 @@ class PipelineStep:
         found = self._cut.assign(step.staged)
         number = self._plan.num_pieces
         parts = split_program(step.staged.program, found.owners, number)
-        size = batch_size(
-            jax.tree.map(lambda leaf: np.empty(leaf.shape[:1]), shapes.tree)
-        )
+        size = _num_samples(shapes.tree)
         programs = [
             PieceProgram(
                 step.staged,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import mask_of
 from meshwright.models.forward import flatten
 from meshwright.models.stages import Input, Role, StagedProgram
@@ -105,8 +106,10 @@ def training_of(model: Any) -> Callable[..., Any]:
             optimizer_variables=slots,
         )
         unscaled, outputs, others, metrics = aux
+        # Metrics have no gradients, and in Keras' own step they see no masks.
+        seen = map_leaves(jax.lax.stop_gradient, outputs)
         logs, metrics = model._update_metrics_variables(
-            metrics, unscaled, x, y, outputs, sample_weight
+            metrics, unscaled, x, y, seen, sample_weight
         )
         return loss, logs, (others, metrics)
 
