@@ -29,6 +29,8 @@ FLOPS_PER_BYTE = 10
 
 def cost_of(operation: Any) -> int:
     """A measure of the time that an operation takes, to compare it with others."""
+    if operation.primitive.name == "stop_gradient":
+        return 0  # it is not there any more when a program is compiled
     made = sum(_bytes(v) for v in operation.outvars)
     return _flops(operation) + FLOPS_PER_BYTE * made
 
