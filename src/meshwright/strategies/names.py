@@ -140,7 +140,7 @@ class Pipeline(Strategy):
         super().__init__(plan, chosen)
 
 
-class Layerwise(Strategy):
+class Layerwise(Pipeline):
     """The model is cut into stages that compute one after the other.
 
     It saves memory and no time: one stage works while the others wait. `Pipeline`
@@ -162,18 +162,7 @@ class Layerwise(Strategy):
         devices: DeviceNames = None,
         **levers: Unpack[Levers],
     ) -> None:
-        chosen = choose_devices(devices)
-        number, cuts = _stages_and_cuts(self, stages)
-        data = _spare(self, "stages", number, len(chosen))
-        plan = Plan(
-            **levers,
-            data=data,
-            stages=number,
-            microbatches=1,
-            schedule="gpipe",
-            cuts=cuts,
-        )
-        super().__init__(plan, chosen)
+        super().__init__(stages, 1, "gpipe", devices=devices, **levers)
 
 
 class Hybrid(Strategy):
