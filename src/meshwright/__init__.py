@@ -14,6 +14,7 @@ from meshwright import errors
 # The function has the name of a room, and takes its place.
 from meshwright.devices.discovery import devices
 from meshwright.devices.startup import start_up
+from meshwright.devices.strategy_hooks import set_maker_of_placed_steps
 
 if TYPE_CHECKING:
     from meshwright.cluster.identity import process_count, process_index
@@ -42,6 +43,16 @@ if TYPE_CHECKING:
 
 start_up()
 del start_up
+
+
+def _make_placed_step(model: object, step: object) -> object:
+    from meshwright.train.placed_step import make_placed_step
+
+    return make_placed_step(model, step)
+
+
+set_maker_of_placed_steps(_make_placed_step)
+del set_maker_of_placed_steps
 
 __version__ = "0.1.0.dev0"
 

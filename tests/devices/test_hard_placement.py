@@ -2,7 +2,7 @@
 
 import meshwright as mw
 from meshwright.devices.runtime import names_of
-from meshwright.errors import ConfigurationError, MemoryLimitError, PlacementError
+from meshwright.errors import ConfigurationError, MemoryLimitError
 
 import jax
 import jax.numpy as jnp
@@ -70,19 +70,18 @@ def test_layers_of_the_same_path_on_two_devices_are_told_apart() -> None:
     model = keras.Model(inputs, second(first(inputs)))
     assert len(mw.placement(model)) == len(model.weights) == 4
     model.compile(optimizer="sgd", loss="mse")
-    with pytest.raises(PlacementError):
-        model.fit(X, X, verbose=0)
+    model.fit(X, X, verbose=0)
+    assert [where(v) for v in model.weights] == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
 
 
-def test_a_model_that_is_placed_only_in_part_is_refused_too() -> None:
+def test_the_rest_of_a_model_that_is_placed_in_part_is_on_the_default_device() -> None:
     with mw.device("CPU:1"):
         first = keras.layers.Dense(4, name="first")
     model = keras.Sequential(
         [keras.Input((3,)), first, keras.layers.Dense(2, name="b")]
     )
-    model.compile(optimizer="sgd", loss="mse")
-    with pytest.raises(PlacementError, match="b on /device:CPU:0"):
-        model.fit(X, Y, verbose=0)
+    trained(model)
+    assert [where(v) for v in model.weights] == ["CPU:1", "CPU:1", "CPU:0", "CPU:0"]
 
 
 def test_layers_without_weights_that_nobody_placed_follow() -> None:
@@ -108,16 +107,19 @@ def test_a_holder_with_weights_and_operations_count_as_layers_do() -> None:
         inner = keras.layers.Dense(2)
     with mw.device("CPU:1"):
         holder = Holder(inner)
-    with pytest.raises(PlacementError):
-        trained(keras.Sequential([keras.Input((3,)), holder]))
+    model = trained(keras.Sequential([keras.Input((3,)), holder]))
+    assert [where(v) for v in model.weights] == ["CPU:1", "CPU:2", "CPU:2"]
 
     inputs = keras.Input((3,))
     with mw.device("CPU:1"):
         hidden = keras.layers.Dense(2)(inputs)
     with mw.device("CPU:2"):
         outputs = keras.ops.tanh(hidden)
-    with pytest.raises(PlacementError, match="tanh on /device:CPU:2"):
-        trained(keras.Model(inputs, outputs))
+    model = trained(keras.Model(inputs, outputs))
+    assert {where(v) for v in model.weights} == {"CPU:1"}
+    first, second = model.train_function.guarded._cut.layers
+    assert second == ["compile_loss"], "after the operation"
+    assert "compile_loss" not in first
 
 
 def test_a_subclassed_model_of_a_scope_takes_in_layers_from_outside() -> None:

@@ -7,7 +7,6 @@ import meshwright as mw
 from meshwright.devices.runtime import name_of, names_of
 from meshwright.errors import (
     DeviceNameError,
-    PlacementError,
     PlacementWarning,
     UnknownDeviceError,
 )
@@ -287,24 +286,15 @@ def test_layers_made_inside_another_layer_follow_it() -> None:
     assert where(block.inner.kernel) == "CPU:5"
 
 
-def test_fit_refuses_a_model_on_two_devices_and_leaves_it_alone() -> None:
+def test_fit_trains_a_model_on_two_devices_and_moves_nothing() -> None:
+    """More of it in `test_placed_equivalence.py`."""
+    keras.utils.set_random_seed(0)
     model = split_model()
     model.compile(optimizer="sgd", loss="mse")
     before = model.get_weights()
-    with pytest.raises(PlacementError) as caught:
-        model.fit(X, Y, verbose=0)
-    assert str(caught.value).split("\n") == [
-        "fit was called on 'split', whose layers live on several devices: first on "
-        "/device:CPU:1, second on /device:CPU:2.",
-        "One compiled training step runs on one set of devices, and moving the weights "
-        "would break the placement.",
-        "Build the whole model under one meshwright.device; call, predict and evaluate "
-        "work with the layers where they are.",
-    ]
-    with pytest.raises(PlacementError):
-        model.train_on_batch(X, Y)
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    losses = model.fit(X, Y, epochs=3, verbose=0).history["loss"]
+    assert losses[2] < losses[0]
+    assert not np.array_equal(before[0], model.get_weights()[0])
     assert [where(v) for v in model.weights] == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
 
 
@@ -318,17 +308,22 @@ def test_predict_and_evaluate_work_on_two_devices_without_moving_weights() -> No
     assert [where(v) for v in model.weights] == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
 
 
-def test_predict_on_two_devices_computes_each_layer_at_home(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_predict_on_two_devices_computes_each_layer_at_home() -> None:
     model = split_model()
-    mw.set_placement_log(True)
+    asked: list[jax.sharding.Sharding] = []
+    for layer in model.layers[1:]:
+
+        def watched(
+            x: jax.Array, training: object = None, _call: object = layer.call
+        ) -> jax.Array:
+            result = _call(x)  # type: ignore[operator]
+            jax.debug.inspect_array_sharding(result, callback=asked.append)
+            return result
+
+        layer.call = watched
     model.predict(X, batch_size=8, verbose=0)
-    products = [m for m in caplog.messages if m.startswith("Executing op MatMul")]
-    assert products == [
-        "Executing op MatMul in device /device:CPU:1",
-        "Executing op MatMul in device /device:CPU:2",
-    ]
+    (first,), (second,) = (sharding.device_set for sharding in asked)
+    assert (first.id, second.id) == (1, 2)
 
 
 def make_model() -> keras.Model:

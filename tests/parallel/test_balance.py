@@ -9,6 +9,7 @@ from meshwright.models.stages import Assignment, StagedProgram
 from meshwright.models.work import FLOPS_PER_BYTE, cost_of
 from meshwright.parallel.balance import NUM_CANDIDATES, choose_stage_cuts
 from meshwright.parallel.plan import Plan
+from meshwright.train.cut import PieceMap
 from meshwright.train.stage_cut import StageCut
 
 import keras
@@ -155,7 +156,9 @@ def work_of(staged: StagedProgram) -> list[int]:
     return [cost_of(operation) if bound else 0 for operation, bound in pairs]
 
 
-def slowest_piece(staged: StagedProgram, found: Assignment, number: int) -> int:
+def slowest_piece(
+    staged: StagedProgram, found: Assignment | PieceMap, number: int
+) -> int:
     """The work of the slowest piece, with what it receives and sends."""
     work = work_of(staged)
     parts = split_program(staged.program, found.owners, number)

@@ -239,9 +239,8 @@ def test_a_step_that_writes_a_state_in_another_piece_is_refused() -> None:
     )
     cut = StageCut("mine", Plan(stages=2))
     cut.assign(training)
-    assert cut.homes is not None
-    assert cut.homes[Input("weight", 1)] == 1
-    assert cut.homes[Input("state", 0)] == 0
+    assert cut.stage(Input("weight", 1)) == 1
+    assert cut.stage(Input("state", 0)) == 0
     assert refusal(StrategyError, lambda: cut.assign(other)) == [
         "A step of 'mine' updates a state in piece 1 that lives in piece 0.",
         "A state is read and written in one piece.",
@@ -264,10 +263,11 @@ def test_a_train_step_of_the_users_own_is_refused() -> None:
     model = Own()
     model.compile(optimizer="sgd", loss="mse")
     assert fit_refusal(model, mw.Pipeline(2)) == [
-        "A pipeline was asked to train 'mine', whose class Own has a train_step of its "
-        "own.",
-        "A pipeline replaces the training step, so it would not be called.",
-        "Override compute_loss instead of train_step, or use another strategy.",
+        "'mine', whose class Own has a train_step of its own, was to be trained in "
+        "pieces on several devices.",
+        "Pieces replace the training step, so it would not be called.",
+        "Override compute_loss instead of train_step, or train the model whole: under "
+        "Mirrored, FSDP or TensorParallel, or on one device.",
     ]
 
 
@@ -275,8 +275,8 @@ def test_a_train_step_of_the_users_own_is_refused() -> None:
 def test_models_that_are_not_compiled_are_refused(option: Any) -> None:
     assert fit_refusal(named(**option), mw.Pipeline(2)) == [
         "'mine' was compiled with run_eagerly=True or jit_compile=False.",
-        "A step over a mesh is made of compiled programs.",
-        "Compile the model without these, or train it without a strategy.",
+        "A step over several devices is made of compiled programs.",
+        "Compile the model without these, or train it on one device.",
     ]
 
 

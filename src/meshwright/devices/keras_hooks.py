@@ -19,6 +19,7 @@ steps without a memory limit or a placement log, run the original code.
 | `Optimizer.add_variable_from_reference` | slots live with their variable |
 | `Layer.add_weight`, `Layer._open_name_scope` | builds on that device |
 | `JAXTrainer.make_*_function`, `JAXTrainer._make_function` | steps of placed models |
+| `JAXTrainer._get_jax_state` | values are read as they are |
 | `JAXTrainer.jax_state_sync` | values that are where they belong are only taken back |
 | `nn.conv`, `nn.depthwise_conv` | groups, which XLA cannot split |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
@@ -37,18 +38,27 @@ from typing import Any, NamedTuple
 
 from meshwright.devices.containers import map_leaves, named_leaves
 from meshwright.devices.runtime import belongs_to_some, jax_devices, to_host
-from meshwright.devices.scope import enter, home_of, remember_home
+from meshwright.devices.scope import (
+    enter,
+    home_of,
+    homes_of,
+    mark_home,
+    remember_home,
+)
 from meshwright.devices.step import (
     GuardedStep,
     give_values,
     refusal_of_batches_over_limit,
-    refuse_to_train_split_model,
 )
 from meshwright.devices.strategy_hooks import (
     INTAKE_MAKER,
+    PLACED_MARK,
     STAGE_MARK,
     STEP_MAKER,
     current_intake,
+    make_placed_step,
+    reading_as_they_are,
+    reads_as_they_are,
     run_forward_pass,
     scope_hooks,
     taking_data_through,
@@ -87,10 +97,11 @@ def install_keras_hooks() -> None:
     _extend(BaseOptimizer, "add_variable_from_reference", _add_slot_at_home)
     _extend(Layer, "add_weight", _call_at_home)
     _extend(Layer, "_open_name_scope", _name_scope_at_home)
-    _extend(JAXTrainer, "make_train_function", _make_train_function)
+    _extend(JAXTrainer, "make_train_function", _make_step)
     _extend(JAXTrainer, "make_test_function", _make_step)
     _extend(JAXTrainer, "make_predict_function", _make_step)
     _extend(JAXTrainer, "_make_function", _make_guarded_function)
+    _extend(JAXTrainer, "_get_jax_state", _read_state)
     _extend(JAXTrainer, "jax_state_sync", _take_state_back)
     _extend(nn, "conv", _convolve)
     _extend(nn, "depthwise_conv", _convolve_groups)
@@ -153,28 +164,31 @@ def _whole_array(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast_in_place(original: Any, self: Any, value: Any) -> Any:
-    if _is_on_a_stage(self, value):
-        # Weights of one layer may lie on several stages: eager work needs them here.
-        value = jax.device_put(value, jax.local_devices()[0])
+    if not reads_as_they_are() and _is_concrete(value) and value.committed:
+        value = _for_eager_work(self, value)
     cast = original(self, value)
     hooks = trace_hooks()
     return cast if cast is value or hooks is None else hooks.keep_cast(self, cast)
 
 
-def _is_on_a_stage(variable: Any, value: Any) -> bool:
-    """Whether eager work asks for a variable of a model that is cut into stages."""
-    if current_intake() is not None or not _is_concrete(value):
-        return False
+def _for_eager_work(variable: Any, value: Any) -> Any:
+    """The value of a variable that steps in pieces may have fixed to a device."""
     layout = getattr(variable, STAGE_MARK, None)
-    is_there = layout is not None and layout is variable._layout
-    return is_there and value.is_fully_addressable
+    is_on_a_stage = layout is not None and layout is variable._layout
+    if is_on_a_stage and value.is_fully_addressable:
+        # Weights of one layer may lie on several stages: eager work needs them here.
+        return jax.device_put(value, jax.local_devices()[0])
+    if getattr(variable, PLACED_MARK, False) and variable._layout is None:
+        (device,) = value.devices()
+        variable._value = value = _bring(value, device)
+    return value
 
 
 def _call_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     home = home_of(self)
     if home is None:
         return original(self, *args, **kwargs)
-    with enter(home):
+    with enter(home), mark_home(home):
         target = jax_devices()[home]
         args = _bring_committed(args, target)
         kwargs = _bring_committed(kwargs, target)
@@ -204,12 +218,6 @@ def _add_slot_at_home(
         return original(self, reference_variable, *args, **kwargs)
 
 
-def _make_train_function(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    if getattr(self, STEP_MAKER, None) is None:
-        refuse_to_train_split_model(self)
-    _make_step(original, self, *args, **kwargs)
-
-
 def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # Functions from before the hooks were installed know nothing of them.
     for name in ("train_function", "test_function", "predict_function"):
@@ -221,8 +229,7 @@ def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _make_guarded_function(
     original: Any, self: Any, step_function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    make_step: Any = getattr(self, STEP_MAKER, None) or GuardedStep
-    guarded = make_step(self, step_function)
+    guarded = _step_maker(self, step_function)(self, step_function)
     run = original(self, guarded, *args, **kwargs)
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
@@ -237,9 +244,27 @@ def _make_guarded_function(
     return run_or_give_back
 
 
+def _step_maker(model: Any, step: Any) -> Any:
+    by_strategy = getattr(model, STEP_MAKER, None)
+    if by_strategy is not None:
+        return by_strategy
+    needs_pieces = hasattr(step, "lower") or step.__name__ == "train_step"
+    return make_placed_step if needs_pieces and _is_split(model) else GuardedStep
+
+
+def _is_split(model: Any) -> bool:
+    return len({name for _, name in homes_of(model)}) > 1
+
+
+def _read_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with reading_as_they_are():
+        return original(self, *args, **kwargs)
+
+
 def _take_state_back(original: Any, self: Any) -> None:
     state = getattr(self, "_jax_state", None)
-    if getattr(self, STEP_MAKER, None) is None or not state or self._jax_state_synced:
+    is_placed = getattr(self, STEP_MAKER, None) is not None or _is_split(self)
+    if not is_placed or not state or self._jax_state_synced:
         original(self)
         return
     give_values(self, tuple(values for values in state.values() if values is not None))

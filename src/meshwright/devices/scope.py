@@ -19,6 +19,11 @@ import jax
 _current: ContextVar[str | None] = ContextVar("meshwright_device", default=None)
 _HOME = "_meshwright_device"
 
+HOME_MARK = "@"
+"""What the name of a device begins with among the names of layers in a trace."""
+
+_marking: ContextVar[bool] = ContextVar("meshwright_marking", default=False)
+
 
 @contextlib.contextmanager
 def enter(name: str | None) -> Iterator[None]:
@@ -46,6 +51,23 @@ def _existing(name: str) -> jax.Device:
 def current_device() -> str | None:
     """The name of the innermost scope's device, or None for automatic placement."""
     return _current.get()
+
+
+@contextlib.contextmanager
+def marking_homes() -> Iterator[None]:
+    """Lets traces tell by names for which device an operation was written."""
+    token = _marking.set(True)
+    try:
+        yield
+    finally:
+        _marking.reset(token)
+
+
+def mark_home(name: str) -> contextlib.AbstractContextManager[None]:
+    """The scope of a trace in which a layer computes that lives on a device."""
+    if not _marking.get():
+        return contextlib.nullcontext()
+    return jax.named_scope(HOME_MARK + name.removeprefix("/device:"))
 
 
 def remember_home(thing: Any) -> None:

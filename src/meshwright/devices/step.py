@@ -18,7 +18,6 @@ from meshwright.devices.scope import (
     homes_of,
 )
 from meshwright.devices.settings import current_settings
-from meshwright.errors import PlacementError
 
 import jax
 import numpy as np
@@ -26,21 +25,6 @@ import numpy as np
 # The variables behind the lists in a Keras step's state, by the number of lists.
 _TRAIN = ("trainable_variables", "non_trainable_variables", "optimizer", "metrics")
 _STATES = {4: _TRAIN, 3: (*_TRAIN[:2], "metrics"), 2: _TRAIN[:2]}
-
-
-def refuse_to_train_split_model(model: Any) -> None:
-    """Raises if the layers of a model were put on more than one device."""
-    homes = homes_of(model)
-    if len({name for _, name in homes}) > 1:
-        layers = ", ".join(f"{path} on {name}" for path, name in homes)
-        raise PlacementError(
-            f"fit was called on {model.name!r}, whose layers live on several devices: "
-            f"{layers}.",
-            "One compiled training step runs on one set of devices, and moving the "
-            "weights would break the placement.",
-            "Build the whole model under one meshwright.device; call, predict and "
-            "evaluate work with the layers where they are.",
-        )
 
 
 class StepState:
@@ -125,17 +109,14 @@ class StepCheck:
 class GuardedStep:
     """A Keras step that runs where its model was put, if its memory limit allows.
 
-    A model on one device runs its compiled step there. A model on several devices runs
-    its step uncompiled, so that each layer works at home.
+    A model on one device runs its step there. If a model on several devices is not to
+    be compiled, each of its layers works at home.
     """
 
     def __init__(self, model: Any, step: Callable[[Any, Any], Any]) -> None:
         self._step = step
         self._is_compiled = hasattr(step, "lower")
         self._homes = sorted({name for _, name in homes_of(model)})
-        if self._is_compiled and len(self._homes) > 1:
-            self._step = step.__wrapped__  # type: ignore[attr-defined]
-            self._is_compiled = False
         self._check = StepCheck(model, step.__name__)
         self._state = StepState(model)
         self.giving_back = self._state.giving_back

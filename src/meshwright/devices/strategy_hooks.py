@@ -21,6 +21,10 @@ INTAKE_MAKER = "_meshwright_intake_maker"
 STAGE_MARK = "_meshwright_on_a_stage"
 """The attribute of a variable with the layout that a pipeline gave it."""
 
+PLACED_MARK = "_meshwright_fixed"
+"""The attribute of a variable whose model trains on several devices, put there by hand.
+"""
+
 
 class ScopeHooks(NamedTuple):
     """What a strategy does in its scope."""
@@ -51,6 +55,9 @@ _scopes: ContextVar[tuple[ScopeHooks, ...]] = ContextVar(
 _trace: ContextVar[TraceHooks | None] = ContextVar("meshwright_trace", default=None)
 _forward_passes: ContextVar[tuple[tuple[Any, ForwardPass], ...]] = ContextVar(
     "meshwright_forward_passes", default=()
+)
+_reads_as_they_are: ContextVar[bool] = ContextVar(
+    "meshwright_reads_as_they_are", default=False
 )
 _intake: ContextVar[Any] = ContextVar("meshwright_intake", default=None)
 
@@ -100,6 +107,31 @@ def run_forward_pass(
         return call(model, *args, **kw)
     with _setting(_forward_passes, passes[:-1]):
         return passes[-1][1](call, model, *args, **kw)
+
+
+class _PlacedSteps:
+    make: Callable[[Any, Any], Any] | None = None
+
+
+def set_maker_of_placed_steps(make: Callable[[Any, Any], Any]) -> None:
+    """Says who makes the steps of models whose layers live on several devices."""
+    _PlacedSteps.make = make
+
+
+def make_placed_step(model: Any, step: Any) -> Any:
+    """A step of a model whose layers live on several devices."""
+    assert _PlacedSteps.make is not None, "set when meshwright was imported"
+    return _PlacedSteps.make(model, step)
+
+
+def reading_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Lets a trainer read variables without a thought for eager work."""
+    return _setting(_reads_as_they_are, True)
+
+
+def reads_as_they_are() -> bool:
+    """Whether variables are read by a trainer."""
+    return _reads_as_they_are.get()
 
 
 def taking_data_through(intake: Any) -> contextlib.AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from meshwright.devices.scope import HOME_MARK
 from meshwright.models.parts import Owners, bytes_of, is_inexact, is_key
 from meshwright.models.work import cost_of
 
@@ -181,8 +182,13 @@ def _makes_one_number(operation: Any) -> bool:
 
 
 def _layers_of(operation: Any) -> tuple[str, ...]:
-    name = str(operation.source_info.name_stack)
-    return tuple(part for part in name.split("/") if part)
+    names = scopes_of(operation)
+    return tuple(name for name in names if name and not name.startswith(HOME_MARK))
+
+
+def scopes_of(operation: Any) -> list[str]:
+    """The names of the scopes that an operation was traced in, outermost first."""
+    return str(operation.source_info.name_stack).split("/")
 
 
 Homes = Mapping[Input, int]
@@ -286,3 +292,14 @@ def layers_of_pieces(
         for piece in owner if names else ():
             found[piece][names[0]] += 1
     return [list(each) for each in found]
+
+
+def shares_of_pieces(
+    staged: StagedProgram, owners: Owners, num_pieces: int
+) -> list[float]:
+    """The share of each piece of all work, by estimate."""
+    sums = [0] * num_pieces
+    for cost, owner in zip(staged.costs, owners, strict=True):
+        for piece in owner:
+            sums[piece] += cost
+    return [each / max(sum(sums), 1) for each in sums]

@@ -43,80 +43,145 @@ def _processes(mesh: Mesh) -> frozenset[int]:
     return frozenset(device.process_index for device in mesh.devices.flat)
 
 
+class Delivery(NamedTuple):
+    """Values on their way to the devices of another stage."""
+
+    values: Sequence[Any]
+    """The values; None where this process has no device of `source`."""
+    parcels: Sequence[Parcel]
+    """What they are."""
+    source: Mesh
+    target: Mesh
+
+
 def move(
     values: Sequence[Any], parcels: Sequence[Parcel], source: Mesh, target: Mesh
 ) -> list[Any]:
     """The same values on the devices of another stage, split in the same way.
 
-    Arguments:
-        values: The values; None where this process has no device of `source`.
-        parcels: What they are.
-        source: Where they are.
-        target: Where they go.
-
     Returns:
         The values there; None for each if this process has no device of `target`.
     """
-    if source == target or not parcels:
-        return list(values)
-    processes = _processes(source) | _processes(target)
-    if process_index() not in processes:
-        return [None] * len(parcels)
-    if len(processes) == 1:
-        places = [NamedSharding(target, parcel.spec) for parcel in parcels]
-        moved: list[Any] = jax.device_put(list(values), places)
-        return moved
-    found: dict[int, Any] = {}
-    for chosen in _by_type(parcels):
-        given = [values[i] for i in chosen]
-        packed = tuple(parcels[i] for i in chosen)
-        received = _exchange(given, packed, source, target)
-        found |= dict(zip(chosen, received, strict=True))
-    return [found[i] for i in range(len(parcels))]
+    return deliver([Delivery(values, parcels, source, target)])[0]
 
 
-def _by_type(parcels: Sequence[Parcel]) -> list[list[int]]:
-    """The numbers of the parcels of each type."""
-    types = dict.fromkeys(parcel.dtype for parcel in parcels)
-    return [[i for i, p in enumerate(parcels) if p.dtype == each] for each in types]
+def deliver(deliveries: Sequence[Delivery]) -> list[list[Any]]:
+    """Moves values between several stages; what goes there and back goes at once.
+
+    Returns:
+        For each delivery what `move` would return.
+    """
+    found: dict[int, list[Any]] = {}
+    between: dict[frozenset[Mesh], list[int]] = {}
+    for i, each in enumerate(deliveries):
+        processes = _processes(each.source) | _processes(each.target)
+        if each.source == each.target or not each.parcels:
+            found[i] = list(each.values)
+        elif process_index() not in processes:
+            found[i] = [None] * len(each.parcels)
+        elif len(processes) == 1:
+            places = [NamedSharding(each.target, p.spec) for p in each.parcels]
+            found[i] = jax.device_put(list(each.values), places)
+        else:
+            between.setdefault(frozenset((each.source, each.target)), []).append(i)
+    for chosen in between.values():
+        crossed = _cross([deliveries[i] for i in chosen])
+        found |= dict(zip(chosen, crossed, strict=True))
+    return [found[i] for i in range(len(deliveries))]
+
+
+def _cross(deliveries: Sequence[Delivery]) -> list[list[Any]]:
+    """Moves values between two stages of different processes, in both directions."""
+    ends = deliveries[0].source, deliveries[0].target
+    entries = [
+        _Entry(number, each.source, value, parcel)
+        for number, each in enumerate(deliveries)
+        for value, parcel in zip(each.values, each.parcels, strict=True)
+    ]
+    found: list[list[Any]] = [[] for _ in deliveries]
+    received: dict[int, Any] = {}
+    for dtype in dict.fromkeys(entry.parcel.dtype for entry in entries):
+        chosen = [i for i, e in enumerate(entries) if e.parcel.dtype == dtype]
+        there = [i for i in chosen if entries[i].source == ends[0]]
+        back = [i for i in chosen if entries[i].source != ends[0]]
+        received |= _exchange(entries, _slots(entries, there, back), *ends)
+    for i, entry in enumerate(entries):
+        found[entry.delivery].append(received[i])
+    return found
+
+
+class _Entry(NamedTuple):
+    delivery: int
+    source: Mesh
+    value: Any
+    parcel: Parcel
+
+
+_Slot = tuple[int | None, int | None]
+"""The numbers of two entries of one kind that change places, one for each direction."""
+
+
+def _slots(
+    entries: Sequence[_Entry], there: Sequence[int], back: Sequence[int]
+) -> list[_Slot]:
+    """Pairs those that go with those that come, where they are of one kind."""
+    slots: list[_Slot] = []
+    waiting = list(back)
+    for i in there:
+        alike = [j for j in waiting if entries[j].parcel == entries[i].parcel]
+        slots.append((i, alike[0] if alike else None))
+        waiting = [j for j in waiting if j not in alike[:1]]
+    return [*slots, *((None, j) for j in waiting)]
 
 
 def _exchange(
-    values: Sequence[Any], parcels: tuple[Parcel, ...], source: Mesh, target: Mesh
-) -> list[Any]:
-    program, places = _exchange_program(parcels, source, target)
+    entries: Sequence[_Entry], slots: Sequence[_Slot], first: Mesh, second: Mesh
+) -> dict[int, Any]:
+    """Sends what is in the slots; returns what this process gets, by its number."""
+    pairs = [[None if i is None else entries[i] for i in slot] for slot in slots]
+    parcels = tuple(next(e.parcel for e in pair if e) for pair in pairs)
+    program, places = _exchange_program(parcels, first, second)
     sent = [
-        _paired(value, parcel, place, source)
-        for value, parcel, place in zip(values, parcels, places, strict=True)
+        _paired(pair, parcel, place)
+        for pair, parcel, place in zip(pairs, parcels, places, strict=True)
     ]
     received = run_in_order(places[0].mesh, program, *sent)
-    if not has_part(target):
-        return [None] * len(parcels)
-    pairs = zip(received, parcels, strict=True)
-    return [_unpaired(value, parcel, target) for value, parcel in pairs]
+    found: dict[int, Any] = {}
+    for slot, parcel, value in zip(slots, parcels, received, strict=True):
+        for i, target in zip(slot, (second, first), strict=True):
+            if i is not None:
+                is_mine = has_part(target)
+                found[i] = _unpaired(value, parcel, target) if is_mine else None
+    return found
 
 
 @cache
 def _exchange_program(
-    parcels: tuple[Parcel, ...], source: Mesh, target: Mesh
+    parcels: tuple[Parcel, ...], first: Mesh, second: Mesh
 ) -> tuple[Any, list[NamedSharding]]:
-    devices = np.stack([source.devices, target.devices])
+    devices = np.stack([first.devices, second.devices])
     types = (AxisType.Auto,) * devices.ndim
-    mesh = Mesh(devices, (PAIR, *source.axis_names), axis_types=types)
+    mesh = Mesh(devices, (PAIR, *first.axis_names), axis_types=types)
     specs = tuple(_paired_spec(parcel.spec) for parcel in parcels)
 
     def run(*values: Any) -> tuple[Any, ...]:
-        return tuple(_pass_on(values))
+        return tuple(_swap(values))
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs)
+    # Packed with what is split, whole values look split too; they are not.
+    options: dict[str, Any] = {
+        "in_specs": specs,
+        "out_specs": specs,
+        "check_vma": False,
+    }
+    mapped = jax.shard_map(run, mesh=mesh, **options)
     return jax.jit(mapped), [NamedSharding(mesh, spec) for spec in specs]
 
 
-def _pass_on(values: Sequence[Any]) -> list[Any]:
+def _swap(values: Sequence[Any]) -> list[Any]:
     packed = jnp.concatenate([value.reshape(-1) for value in values])
     # Collectives know no truth values.
     numbers = packed.astype(jnp.uint8) if packed.dtype == bool else packed
-    passed = jax.lax.ppermute(numbers, PAIR, [(0, 1)]).astype(packed.dtype)
+    passed = jax.lax.ppermute(numbers, PAIR, [(0, 1), (1, 0)]).astype(packed.dtype)
     ends = np.cumsum([value.size for value in values])[:-1]
     parts = jnp.split(passed, ends)
     return [part.reshape(v.shape) for part, v in zip(parts, values, strict=True)]
@@ -128,17 +193,20 @@ def _paired_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec((PAIR, *(n for n in names if n is not None)), *rest)
 
 
-def _paired(value: Any, parcel: Parcel, place: NamedSharding, source: Mesh) -> Any:
-    """What both stages put into an exchange, along the first dim: one has nothing."""
+def _paired(pair: Sequence[_Entry | None], parcel: Parcel, place: NamedSharding) -> Any:
+    """What both stages put into an exchange, along the first dim: one may have none."""
     shape = parcel.shape or (1,)
     whole = (2 * shape[0], *shape[1:])
-    local, mine = place.shard_shape(whole), set(source.devices.flat)
-    given = (
-        {} if value is None else {s.device: s.data for s in value.addressable_shards}
-    )
+    local = place.shard_shape(whole)
+    given = {
+        shard.device: shard.data
+        for entry in pair
+        if entry is not None and entry.value is not None
+        for shard in entry.value.addressable_shards
+    }
     shards = [
         given[device].reshape(local)
-        if device in mine
+        if device in given
         else _nothing(local, parcel.dtype, device)
         for device in place.mesh.local_devices
     ]

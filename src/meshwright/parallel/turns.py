@@ -9,9 +9,11 @@ begins when the one before is done cannot get there.
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any
-from weakref import ReferenceType, ref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from meshwright.cluster.identity import process_count
 
@@ -65,6 +67,49 @@ def run_in_order(mesh: Mesh, program: Callable[..., Any], *args: Any) -> Any:
     if process_count() > 1 and is_cpu:
         return _run_after_newest(program, *args)
     return run_in_turn(mesh, program, *args)
+
+
+class Call(NamedTuple):
+    """A program, a function under `jax.jit`, and what it is called with."""
+
+    mesh: Mesh
+    program: Any
+    args: tuple[Any, ...]
+
+
+def run_together(calls: Sequence[Call]) -> list[Any]:
+    """Calls programs that do not wait for each other; returns what they return.
+
+    A GPU starts when it is told to, and its caller goes on. CPU devices compute one
+    after the other what one thread tells them, so each is told by a thread of its own.
+    Options of JAX's hold for a thread: this one compiles.
+    """
+    if process_count() > 1 or not all(_is_one_cpu(call.mesh) for call in calls):
+        return [run_in_order(call.mesh, call.program, *call.args) for call in calls]
+    programs = [_compiled(call.program, call.args) for call in calls]
+    if len(calls) == 1:
+        return [programs[0](*calls[0].args)]
+    args = [call.args for call in calls]
+    return list(_threads().map(lambda program, args: program(*args), programs, args))
+
+
+def _is_one_cpu(mesh: Mesh) -> bool:
+    return bool(mesh.size == 1 and mesh.devices.flat[0].platform == "cpu")
+
+
+_executables: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _compiled(program: Any, args: tuple[Any, ...]) -> Any:
+    """The executable of a program that is always called with like arguments."""
+    if program not in _executables:
+        _executables[program] = program.lower(*args).compile()
+    return _executables[program]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="meshwright-device")
 
 
 def _run_after_newest(program: Callable[..., Any], *args: Any) -> Any:

@@ -6,9 +6,9 @@ transfer take part in it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
@@ -16,14 +16,17 @@ from meshwright.devices.step import batch_size
 from meshwright.models.stages import Input
 from meshwright.parallel.batch import BatchSplit, PlacedBatch
 from meshwright.parallel.transfers import (
+    Delivery,
     Parcel,
     add,
+    deliver,
     has_part,
     join_parts,
     move,
     part_on,
 )
-from meshwright.parallel.turns import run_in_order
+from meshwright.parallel.turns import Call, run_together
+from meshwright.train.cut import Act
 from meshwright.train.piece_programs import PieceProgram
 from meshwright.train.stage_variables import StageVariables
 from meshwright.train.staged_steps import ROLES, StagedStep
@@ -40,14 +43,18 @@ class Pieces:
     Attributes:
         step: The step.
         programs: What each piece does.
+        stages: The stage that each piece lies on.
         maker: The piece that makes a value which others read.
         readers: The pieces that read it.
         printer: The piece that makes an output of the step, by number.
     """
 
-    def __init__(self, step: StagedStep, programs: list[PieceProgram]) -> None:
+    def __init__(
+        self, step: StagedStep, programs: list[PieceProgram], stages: Sequence[int]
+    ) -> None:
         self.step = step
         self.programs = programs
+        self.stages = stages
         self.maker: dict[Any, int] = {}
         self.readers: dict[Any, list[int]] = defaultdict(list)
         self.printer: dict[int, int] = {}
@@ -118,7 +125,7 @@ class Flow:
             for pieces in self._pieces
             for piece, program in enumerate(pieces.programs)
             for given in self._read_by(pieces, program)
-            for stage in [self._variables.stage_of(piece)]
+            for stage in [self._stage_of(piece)]
             if self._variables.stage(given) not in (None, stage)
         }
 
@@ -128,31 +135,54 @@ class Flow:
         inputs = [pieces.step.staged.inputs[n] for n in numbers]
         return [each for each in inputs if each.role != "data"]
 
-    def act(self, kind: str, piece: int, number: int) -> None:
-        """Does what an action of a schedule says.
+    def act(self, actions: Iterable[Act]) -> None:
+        """Does what actions say that do not wait for each other.
 
         Arguments:
-            kind: The kind of the action, or `forward_only`.
-            piece: The piece.
-            number: The microbatch.
+            actions: Kind (one of a schedule, or `forward_only`), piece and microbatch.
         """
-        actions: dict[str, Callable[[int, int], None]] = {
+        found = [self._job(*action) for action in actions]
+        jobs = [job for job in found if job is not None]
+        outputs = run_together([job.call for job in jobs])
+        for job, values in zip(jobs, outputs, strict=True):
+            job.keep(values)
+
+    def _job(self, kind: str, piece: int, number: int) -> "_Job | None":
+        has_backward = self._pieces[number].programs[piece].has_backward
+        is_forward = kind.startswith("forward")
+        if not has_part(self._mesh_of(piece)) or not (is_forward or has_backward):
+            return None
+        makers: dict[str, Callable[[int, int], _Job]] = {
             "forward": self._forward,
             "forward_only": partial(self._forward, is_alone=True),
             "backward": self._backward,
             "input_gradients": self._pass_gradients_on,
             "weight_gradients": self._add_gradients,
         }
-        has_backward = self._pieces[number].programs[piece].has_backward
-        if kind.startswith("forward") or has_backward:
-            actions[kind](piece, number)
+        return makers[kind](piece, number)
 
-    def fetch(self, kind: str, piece: int, number: int) -> None:
-        """Brings what an action needs of other pieces to the devices of its own.
+    def _call(self, piece: int, program: Any, *args: Any) -> Call:
+        return Call(self._mesh_of(piece), program, args)
 
-        It is done when the action begins, and not when the values are made: between
-        processes both sides wait for each other, so they meet as late as possible.
+    def fetch(self, actions: Iterable[Act]) -> None:
+        """Brings what actions need of other pieces to the devices of their own.
+
+        It is done when the actions begin, and not when the values are made: between
+        processes both sides wait for each other, so they meet as late as possible, and
+        what goes there and back at the same tick meets once.
+
+        Arguments:
+            actions: Kind, piece and microbatch of each, as `act` takes them.
         """
+        wanted = [each for action in actions for each in self._wanted(*action)]
+        moved = deliver([delivery for delivery, _ in wanted])
+        for (_, keep), values in zip(wanted, moved, strict=True):
+            keep(values)
+
+    def _wanted(
+        self, kind: str, piece: int, number: int
+    ) -> Iterator[tuple[Delivery, Callable[[list[Any]], None]]]:
+        """What an action needs of each other piece, and what to do when it is there."""
         pieces = self._pieces[number]
         ends = pieces.programs[piece].ends
         if kind.startswith("forward"):
@@ -160,34 +190,30 @@ class Flow:
             for maker in sorted({pieces.maker[v] for v in wanted}):
                 chosen = [v for v in wanted if pieces.maker[v] == maker]
                 given = [self._take_made(v, number, piece) for v in chosen]
-                moved = self._move(given, chosen, number, maker, piece)
-                for v, value in zip(chosen, moved, strict=True):
-                    self._values[v, number, piece] = value
+                delivery = self._delivery(given, chosen, number, maker, piece)
+                yield delivery, partial(self._keep_values, chosen, number, piece)
         elif kind != "weight_gradients":
             for reader in sorted({r for v in ends.carried for r in pieces.readers[v]}):
                 if not pieces.programs[reader].has_backward:
                     continue
                 chosen = [v for v in ends.carried if reader in pieces.readers[v]]
                 given = [self._sent_back.pop((v, number, reader), None) for v in chosen]
-                moved = self._move(given, chosen, number, reader, piece)
-                for v, gradient in zip(chosen, moved, strict=True):
-                    self._gradients[v, number].append(gradient)
+                delivery = self._delivery(given, chosen, number, reader, piece)
+                yield delivery, partial(self._keep_gradients, chosen, number)
 
-    def _forward(self, piece: int, number: int, is_alone: bool = False) -> None:
-        if self._is_mine(piece):
-            ends = self._pieces[number].programs[piece].ends
-            values = self._compute_forward(piece, number, is_alone)
-            made = zip((*ends.carried, *ends.left), values, strict=True)
-            readers = self._pieces[number].readers
-            self._made |= {(v, number): value for v, value in made if readers[v]}
+    def _keep_values(
+        self, made: Sequence[Any], number: int, piece: int, values: list[Any]
+    ) -> None:
+        pairs = zip(made, values, strict=True)
+        self._values |= {(v, number, piece): value for v, value in pairs}
 
-    def _take_made(self, v: Any, number: int, reader: int) -> Any:
-        """A value that was made; the last of its readers takes it away."""
-        is_last = reader == max(self._pieces[number].readers[v])
-        take = self._made.pop if is_last else self._made.get
-        return take((v, number), None)
+    def _keep_gradients(
+        self, made: Sequence[Any], number: int, gradients: list[Any]
+    ) -> None:
+        for v, gradient in zip(made, gradients, strict=True):
+            self._gradients[v, number].append(gradient)
 
-    def _compute_forward(self, piece: int, number: int, is_alone: bool) -> list[Any]:
+    def _forward(self, piece: int, number: int, is_alone: bool = False) -> "_Job":
         pieces = self._pieces[number]
         program, inputs = pieces.programs[piece], pieces.step.staged.inputs
         ends = program.ends
@@ -196,34 +222,43 @@ class Flow:
         active = [self._values.pop((v, number, piece)) for v in ends.active]
         passive = [self._values.pop((v, number, piece)) for v in ends.passive]
         given = (weights, active), (arguments, passive)
+
+        def keep(outputs: Any) -> None:
+            carried, (left, results), kept = outputs
+            if program.has_backward and not is_alone:
+                self._kept[piece, number] = (*given, kept)
+            self._take_results(pieces, number, ends.results, results)
+            names = (*ends.carried, *ends.left)
+            made = zip(names, (*carried, *left), strict=True)
+            self._made |= {(v, number): x for v, x in made if pieces.readers[v]}
+
         run = program.forward_only if is_alone else program.forward
-        carried, (left, results), kept = self._run(piece, run, *given)
-        if program.has_backward and not is_alone:
-            self._kept[piece, number] = (*given, kept)
-        self._take_results(pieces, number, ends.results, results)
-        return [*carried, *left]
+        return _Job(self._call(piece, run, *given), keep)
 
-    def _run(self, piece: int, program: Any, *args: Any) -> Any:
-        return run_in_order(self._variables.mesh_of(piece), program, *args)
+    def _take_made(self, v: Any, number: int, reader: int) -> Any:
+        """A value that was made; the last of its readers takes it away."""
+        is_last = reader == max(self._pieces[number].readers[v])
+        take = self._made.pop if is_last else self._made.get
+        return take((v, number), None)
 
-    def _is_mine(self, piece: int) -> bool:
-        return has_part(self._variables.mesh_of(piece))
+    def _move(self, *args: Any) -> list[Any]:
+        return deliver([self._delivery(*args)])[0]
 
-    def _move(
+    def _delivery(
         self,
         values: Sequence[Any],
         variables: Sequence[Any],
         number: int,
         source: int,
         target: int,
-    ) -> list[Any]:
+    ) -> Delivery:
         """Values of a microbatch, or their gradients, from one piece to another."""
         program = self._pieces[number].programs[source]
         parcels = [
             Parcel(v.aval.shape, v.aval.dtype, program.place(v).spec) for v in variables
         ]
-        meshes = self._variables.mesh_of(source), self._variables.mesh_of(target)
-        return move(values, parcels, *meshes)
+        meshes = self._mesh_of(source), self._mesh_of(target)
+        return Delivery(values, parcels, *meshes)
 
     def _take_results(
         self, pieces: Pieces, number: int, made: Sequence[int], results: Any
@@ -238,7 +273,7 @@ class Flow:
 
     def _value(self, given: Input, piece: int, number: int) -> Any:
         """An input of the step on the devices of a piece."""
-        mesh, stage = self._variables.mesh_of(piece), self._variables.stage_of(piece)
+        mesh, stage = self._mesh_of(piece), self._stage_of(piece)
         if given.role == "data":
             array = self._data[number][given.index]
             return _put_batch(array, mesh=mesh, others=self._data[number])
@@ -250,30 +285,32 @@ class Flow:
         """A value that is there, perhaps among other places."""
         return value if value.sharding.mesh == mesh else part_on(value, mesh)
 
-    def _backward(self, piece: int, number: int) -> None:
-        if self._is_mine(piece):
-            program = self._pieces[number].programs[piece]
-            given = (*self._kept.pop((piece, number)), self._arrived(piece, number))
-            sums = self._sums_of(piece, number)
-            sums, to_active = self._run(piece, program.backward, *given, sums)
+    def _backward(self, piece: int, number: int) -> "_Job":
+        def keep(outputs: Any) -> None:
+            sums, to_active = outputs
             self._keep_sums(piece, number, sums)
             self._send_back(piece, number, to_active)
 
-    def _pass_gradients_on(self, piece: int, number: int) -> None:
-        if self._is_mine(piece):
-            program = self._pieces[number].programs[piece]
-            given = (*self._kept[piece, number], self._arrived(piece, number))
-            to_active, between = self._run(piece, program.input_gradients, *given)
+        given = (*self._kept.pop((piece, number)), self._arrived(piece, number))
+        run = self._pieces[number].programs[piece].backward
+        return _Job(self._call(piece, run, *given, self._sums_of(piece, number)), keep)
+
+    def _pass_gradients_on(self, piece: int, number: int) -> "_Job":
+        given = (*self._kept[piece, number], self._arrived(piece, number))
+
+        def keep(outputs: Any) -> None:
+            to_active, between = outputs
             self._kept[piece, number] = (*given, between)
             self._send_back(piece, number, to_active)
 
-    def _add_gradients(self, piece: int, number: int) -> None:
-        if self._is_mine(piece):
-            program = self._pieces[number].programs[piece]
-            given = self._kept.pop((piece, number))
-            sums = self._sums_of(piece, number)
-            sums = self._run(piece, program.weight_gradients, *given, sums)
-            self._keep_sums(piece, number, sums)
+        run = self._pieces[number].programs[piece].input_gradients
+        return _Job(self._call(piece, run, *given), keep)
+
+    def _add_gradients(self, piece: int, number: int) -> "_Job":
+        given = self._kept.pop((piece, number))
+        run = self._pieces[number].programs[piece].weight_gradients
+        call = self._call(piece, run, *given, self._sums_of(piece, number))
+        return _Job(call, partial(self._keep_sums, piece, number))
 
     def _arrived(self, piece: int, number: int) -> list[Any]:
         """The gradients of what a piece carried on, from the pieces after it."""
@@ -329,7 +366,7 @@ class Flow:
                 mine = [output for output in made if pieces.printer[output] == piece]
                 shapes = [step.staged.program.jaxpr.outvars[o].aval for o in mine]
                 values = [found[output] for output in mine]
-                spread = self._spread(values, shapes, self._variables.stage_of(piece))
+                spread = self._spread(values, shapes, self._stage_of(piece))
                 found |= dict(zip(mine, spread, strict=True))
         return jax.tree.unflatten(step.logs, list(found.values()))
 
@@ -344,7 +381,7 @@ class Flow:
             return values
         leaves, structure = jax.tree.flatten(shapes)
         known = [None] * len(leaves) if values is None else jax.tree.leaves(values)
-        stage = self._variables.stage_of(self._last)
+        stage = self._stage_of(self._last)
         return jax.tree.unflatten(structure, self._spread(known, leaves, stage))
 
     def _spread(
@@ -393,7 +430,7 @@ class Flow:
         Without values in a process that has none of them.
         """
         found = []
-        last = self._variables.mesh_of(self._last)
+        last = self._mesh_of(self._last)
         for number, data in enumerate(self._batch.arrays):
             step = self._pieces[number].step
             count = step.first + step.logs.num_leaves
@@ -457,6 +494,12 @@ class Flow:
         """Adds gradients that do not come through the pieces; they are in the last."""
         self._sums |= {(self._last + 1, each): g for each, g in gradients.items()}
 
+    def _stage_of(self, piece: int) -> int:
+        return self._pieces[0].stages[piece]
+
+    def _mesh_of(self, piece: int) -> Mesh:
+        return self._variables.meshes[self._stage_of(piece)]
+
     @property
     def _last(self) -> int:
         return len(self._pieces[-1].programs) - 1
@@ -474,7 +517,7 @@ class Flow:
         found: dict[Input, list[Any]] = defaultdict(list)
         for piece, given in sorted(self._all_sums()):
             weight = self._current[given]
-            source = self._variables.mesh_of(min(piece, self._last))
+            source = self._mesh_of(min(piece, self._last))
             value, there = self._sums.get((piece, given)), weight.sharding.mesh
             found[given] += move([value], [_parcel(weight)], source, there)
         weights = [Input("weight", i) for i in range(len(self._state[0]))]
@@ -504,7 +547,7 @@ class Flow:
         """Gives metrics to all processes, which read them at the end of an epoch."""
         if not self._variables.mesh.is_multi_process:
             return
-        stage = self._variables.stage_of(self._last)
+        stage = self._stage_of(self._last)
         there = self._variables.meshes[stage]
         metrics = {k: v for k, v in self._current.items() if k.role == "metric"}
         is_mine = has_part(there)
@@ -513,6 +556,13 @@ class Flow:
         ]
         found = self._spread(values, list(metrics.values()), stage)
         self._current |= dict(zip(metrics, found, strict=True))
+
+
+class _Job(NamedTuple):
+    """A program that is ready to run, and what becomes of its outputs."""
+
+    call: Call
+    keep: Callable[[Any], None]
 
 
 def _parcel(value: Any) -> Parcel:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property, partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from meshwright.cluster.identity import process_count
@@ -11,7 +11,7 @@ from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.sizes import format_bytes
 from meshwright.devices.step import StepState, batch_size, variables_of
-from meshwright.devices.strategy_hooks import STAGE_MARK, TraceHooks, tracing
+from meshwright.devices.strategy_hooks import TraceHooks, tracing
 from meshwright.errors import StrategyError
 from meshwright.models.parts import bytes_of, split_program
 from meshwright.models.stages import Input, Role
@@ -21,10 +21,10 @@ from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.transfers import has_part
 from meshwright.train.accumulation import why_not_a_mean
+from meshwright.train.cut import Cut
 from meshwright.train.piece_programs import PieceProgram
 from meshwright.train.pipeline_flow import Flow, Pieces
 from meshwright.train.pure_step import pure
-from meshwright.train.stage_cut import StageCut
 from meshwright.train.stage_memory import StageMemory, memory_of_stages
 from meshwright.train.stage_update import StageUpdate
 from meshwright.train.stage_variables import StageVariables
@@ -56,15 +56,13 @@ class PipelineStep:
 
     measures_kernels = False
 
-    def __init__(
-        self, model: Any, step: Any, plan: Plan, mesh: Mesh, cut: StageCut
-    ) -> None:
+    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh, cut: Cut) -> None:
         if not hasattr(step, "lower"):
             raise StrategyError(
                 f"{model.name!r} was compiled with run_eagerly=True or "
                 "jit_compile=False.",
-                "A step over a mesh is made of compiled programs.",
-                "Compile the model without these, or train it without a strategy.",
+                "A step over several devices is made of compiled programs.",
+                "Compile the model without these, or train it on one device.",
             )
         self._trains = step.__name__ == "train_step"
         self._model = model
@@ -77,7 +75,6 @@ class PipelineStep:
         self._newest: Any = None
         self.giving_back = self._state.giving_back
         self.pieces = cache(self._pieces)
-        self._schedule = cache(plan.schedule_of)
         self._whole_loss = cache(self._make_whole_loss)
         self._why_no_mean = cache(self._find_why_no_mean)
         self._outputs_of = OutputsOf(model)
@@ -101,16 +98,17 @@ class PipelineStep:
         state = self._lay_out(state)
         if not self._trains:
             flow = Flow(self._variables, pieces, state, batch)
-            for piece in range(self._plan.num_pieces):
-                flow.fetch("forward_only", piece, 0)
-                flow.act("forward_only", piece, 0)
+            for piece in range(len(pieces[0].programs)):
+                actions = [("forward_only", piece, 0)]
+                flow.fetch(actions)
+                flow.act(actions)
             logs = flow.logs()
             flow.spread_metrics()
         elif self._is_by_outputs(shapes):
             flow, logs = self._train_by_outputs(pieces, state, batch)
         else:
             flow = Flow(self._variables, pieces, state, batch)
-            self._follow_schedule(flow, len(pieces))
+            self._follow_schedule(flow, pieces)
             logs = flow.logs()
             flow.update(self._update)
             flow.spread_metrics()
@@ -121,7 +119,7 @@ class PipelineStep:
         """What a training step on such a batch needs on each stage."""
         batch = self.put(data)
         pieces = self.pieces(Shapes.of(batch.arrays[0]))
-        schedule = self._schedule(len(batch.arrays))
+        schedule = self._plan.schedule_of(len(batch.arrays))
         return memory_of_stages(pieces, self._variables, self._lay_out(state), schedule)
 
     def describe(self, data: Any) -> list[str]:
@@ -133,9 +131,8 @@ class PipelineStep:
             ends, names = program.ends, self._cut.layers[piece]
             carried = sum(bytes_of(v) for v in (*ends.active, *ends.passive))
             arrives = f"; {format_bytes(carried)} arrive with each microbatch"
-            stage = self._variables.stage_of(piece)
-            what = f"stage {stage}"
-            if self._plan.num_pieces > self._plan.stages:
+            what = f"stage {pieces.stages[piece]}"
+            if len(pieces.programs) > self._plan.stages:
                 what = f"piece {piece} on {what}"
             lines.append(
                 f"  {what}: {100 * self._cut.shares[piece]:.0f} % of the work"
@@ -156,35 +153,29 @@ class PipelineStep:
         return None
 
     def _follow_schedule(
-        self, flow: Flow, number: int, only_forward: bool = False
+        self, flow: Flow, pieces: list[Pieces], only_forward: bool = False
     ) -> None:
         """Does the actions of a schedule, tick by tick.
 
         Arguments:
             flow: The step.
-            number: Microbatches of the batch.
+            pieces: The pieces of each microbatch.
             only_forward: Whether only the forward passes are wanted, without gradients.
         """
-        every = self._schedule(number).actions
-        chosen = [a for a in every if a.kind == "forward" or not only_forward]
-        kind = "forward_only" if only_forward else None
-        for _, group in groupby(chosen, key=lambda action: action.tick):
-            actions = [
-                (kind or a.kind, a.piece(self._plan.stages), a.microbatch)
-                for a in group
-            ]
-            for action in actions:
-                flow.fetch(*action)
-            for action in actions:
-                flow.act(*action)
+        for actions in self._cut.ticks(len(pieces), len(pieces[0].programs)):
+            if only_forward:
+                forward = [(p, m) for kind, p, m in actions if kind == "forward"]
+                actions = [("forward_only", p, m) for p, m in forward]
+            flow.fetch(actions)
+            flow.act(actions)
 
     def _train_by_outputs(
         self, pieces: list[Pieces], state: Any, batch: PlacedBatch
     ) -> tuple[Flow, Any]:
         """Goes forward twice: first for the loss of the whole batch."""
         before = Flow(self._variables, pieces, state, batch)
-        self._follow_schedule(before, len(pieces), only_forward=True)
-        last = self._variables.mesh_of(self._plan.num_pieces - 1)
+        self._follow_schedule(before, pieces, only_forward=True)
+        last = self._last_mesh
         loss = self._whole_loss(before.microbatch_shapes())
         read = [before.read(each, last) for each in loss.reads]
         metrics = [before.read(Input("metric", i), last) for i in range(len(state[3]))]
@@ -192,7 +183,7 @@ class PipelineStep:
         found = loss(read, metrics, microbatches) if has_part(last) else None
         starts = before.gradients_at_home(found and found.outputs)
         flow = Flow(self._variables, pieces, state, batch, starts)
-        self._follow_schedule(flow, len(pieces))
+        self._follow_schedule(flow, pieces)
         trained = [each for each in loss.reads if each.role == "weight"]
         weights = found.weights if found else [None] * len(trained)
         flow.add_gradients_of_loss(dict(zip(trained, weights, strict=True)))
@@ -208,8 +199,12 @@ class PipelineStep:
             self._outputs_of.template,
             self._state_shapes(4),
             [each.tree for each in shapes],
-            self._variables.mesh_of(self._plan.num_pieces - 1),
+            self._last_mesh,
         )
+
+    @property
+    def _last_mesh(self) -> Mesh:
+        return self._variables.meshes[-1]
 
     def _is_by_outputs(self, shapes: list[Shapes]) -> bool:
         """Whether the loss of a batch is no mean of those of its microbatches."""
@@ -242,30 +237,29 @@ class PipelineStep:
                 for i, variable in enumerate(variables)
             ]
             for variable, place in zip(variables, places, strict=True):
-                variable._layout = place
-                setattr(variable, STAGE_MARK, place)
+                self._cut.mark(variable, place)
             pairs = zip(values, places, strict=True)
             laid_out.append([_put(value, place) for value, place in pairs])
         return tuple(laid_out)
 
     def _pieces(self, shapes: Shapes) -> Pieces:
         step = self._trace(shapes.tree)
-        found = self._cut.assign(step.staged)
-        number = self._plan.num_pieces
-        parts = split_program(step.staged.program, found.owners, number)
+        owners, stages = self._cut.assign(step.staged)
+        parts = split_program(step.staged.program, owners, len(stages))
         size = _num_samples(shapes.tree)
+        meshes = [self._variables.meshes[stage] for stage in stages]
         programs = [
             PieceProgram(
                 step.staged,
                 part,
-                self._variables.mesh_of(piece),
+                mesh,
                 size,
-                partial(self._place, step, self._variables.mesh_of(piece), size),
+                partial(self._place, step, mesh, size),
                 self._plan.remat,
             )
-            for piece, part in enumerate(parts)
+            for part, mesh in zip(parts, meshes, strict=True)
         ]
-        return Pieces(step, programs)
+        return Pieces(step, programs, stages)
 
     def _place(
         self, step: StagedStep, mesh: Mesh, size: int, kind: str, number: int
@@ -298,7 +292,7 @@ class PipelineStep:
 
         def traced(state: Any, batch: Any) -> Any:
             ready = self._gather(list(state[:2]))
-            with self._keeping(size):
+            with self._keeping(size), self._cut.tracing():
                 starts, logs, lists = run((*ready, *state[2:]), batch)
             return starts, logs, _ungathered(lists, ready, state[:2])
 
@@ -381,10 +375,11 @@ def _refuse_own_step(model: Any) -> None:
 
     if type(model).train_step is not keras.Model.train_step:
         raise StrategyError(
-            f"A pipeline was asked to train {model.name!r}, whose class "
-            f"{type(model).__name__} has a train_step of its own.",
-            "A pipeline replaces the training step, so it would not be called.",
-            "Override compute_loss instead of train_step, or use another strategy.",
+            f"{model.name!r}, whose class {type(model).__name__} has a train_step of "
+            "its own, was to be trained in pieces on several devices.",
+            "Pieces replace the training step, so it would not be called.",
+            "Override compute_loss instead of train_step, or train the model whole: "
+            "under Mirrored, FSDP or TensorParallel, or on one device.",
         )
 
 

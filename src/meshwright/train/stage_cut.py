@@ -2,21 +2,29 @@
 
 import difflib
 from collections.abc import Sequence
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import groupby, pairwise
 from typing import Any
 
+from meshwright.devices.strategy_hooks import STAGE_MARK
 from meshwright.errors import StrategyError
 from meshwright.models.stages import (
     Assignment,
     Homes,
+    Input,
     StagedProgram,
     assign_by_cuts,
     assign_by_homes,
     layers_of_pieces,
+    shares_of_pieces,
 )
 from meshwright.models.work import FLOPS_PER_BYTE
 from meshwright.parallel.balance import choose_stage_cuts
 from meshwright.parallel.plan import Plan
+from meshwright.train.cut import Act, PieceMap
+
+from jax.sharding import NamedSharding
 
 GOOD_ENOUGH = 1.08
 """Cuts between layers may make the slowest piece slower by this much than others."""
@@ -39,11 +47,37 @@ class StageCut:
         self._plan = plan
         self._homes: Homes | None = None
         self._variables: list[Any] = []
+        self._schedule = cache(plan.schedule_of)
 
-    @property
-    def homes(self) -> Homes | None:
-        """The pieces of the variables, once they are known."""
-        return self._homes
+    def stage(self, given: Input) -> int | None:
+        """The stage that a variable lives on; None for those that are everywhere."""
+        if given.role == "shared":
+            return None
+        if given.role == "metric":
+            # `predict`, which may be what the model is cut by, does not know them.
+            return self._stage_of(self._plan.num_pieces - 1)
+        assert self._homes is not None, "a step was traced before"
+        return self._stage_of(self._homes[given])
+
+    def _stage_of(self, piece: int) -> int:
+        return piece % self._plan.stages
+
+    def ticks(self, num_microbatches: int, num_pieces: int) -> list[list[Act]]:
+        """The actions of the plan's schedule, by tick."""
+        actions = self._schedule(num_microbatches).actions
+        return [
+            [(a.kind, a.piece(self._plan.stages), a.microbatch) for a in group]
+            for _, group in groupby(actions, key=lambda action: action.tick)
+        ]
+
+    def mark(self, variable: Any, place: NamedSharding) -> None:
+        """Makes a variable keep to its stage, and tells eager work that it does."""
+        variable._layout = place
+        setattr(variable, STAGE_MARK, place)
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Nothing special."""
+        return nullcontext()
 
     def keep_for(self, variables: Sequence[Any]) -> None:
         """Forgets the cut if the variables, by which it is known, are in other places.
@@ -53,8 +87,12 @@ class StageCut:
         if [id(v) for v in variables] != [id(v) for v in self._variables]:
             self._variables, self._homes = list(variables), None
 
-    def assign(self, staged: StagedProgram) -> Assignment:
-        """Where the operations of a step are computed."""
+    def assign(self, staged: StagedProgram) -> PieceMap:
+        """Decides which piece computes which operation of a step."""
+        stages = [self._stage_of(piece) for piece in range(self._plan.num_pieces)]
+        return PieceMap(self._assign(staged).owners, stages)
+
+    def _assign(self, staged: StagedProgram) -> Assignment:
         if self._homes is not None:
             found = assign_by_homes(staged, self._homes, self._plan.num_pieces)
             self._refuse_states_on_the_move(staged, found)
@@ -64,7 +102,7 @@ class StageCut:
         self._homes = found.homes
         pieces = self._plan.num_pieces
         self.layers = layers_of_pieces(staged, found.owners, pieces)
-        self.shares = _shares(staged, found, pieces)
+        self.shares = shares_of_pieces(staged, found.owners, pieces)
         return found
 
     def _choose(self, staged: StagedProgram) -> list[int]:
@@ -184,11 +222,3 @@ def _slowest(staged: StagedProgram, cuts: Sequence[int]) -> int:
         sum(staged.costs[start:end]) + FLOPS_PER_BYTE * (before + after)
         for (start, end), (before, after) in zip(spans, travels, strict=True)
     )
-
-
-def _shares(staged: StagedProgram, found: Assignment, num_pieces: int) -> list[float]:
-    sums = [0] * num_pieces
-    for cost, owner in zip(staged.costs, found.owners, strict=True):
-        for piece in owner:
-            sums[piece] += cost
-    return [each / max(sum(sums), 1) for each in sums]

@@ -47,7 +47,7 @@ def memory_of_stages(
         mine = [
             _PieceMemory(pieces, piece, variables)
             for piece in range(len(pieces.programs))
-            if variables.stage_of(piece) == stage
+            if pieces.stages[piece] == stage
         ]
         most = schedule.most_alive(stage)
         # With several pieces on a stage, the largest of them are counted.

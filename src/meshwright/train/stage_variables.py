@@ -7,7 +7,7 @@ from meshwright.models.stages import Input
 from meshwright.parallel.layout import lay_out_model, unique_variables
 from meshwright.parallel.mesh import sharding, stage_meshes
 from meshwright.parallel.plan import Plan, Spec
-from meshwright.train.stage_cut import StageCut
+from meshwright.train.cut import Cut
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -22,24 +22,15 @@ class StageVariables:
         cut: Where the model is cut.
     """
 
-    def __init__(self, model: Any, plan: Plan, mesh: Mesh, cut: StageCut) -> None:
+    def __init__(self, model: Any, plan: Plan, mesh: Mesh, cut: Cut) -> None:
         self.mesh = mesh
         self.meshes = stage_meshes(mesh)
         self._model = model
-        self._plan = plan
         self._cut = cut
         cut.keep_for([*model.trainable_variables, *model.non_trainable_variables])
         layouts = lay_out_model(model, plan)
         found = unique_variables(model)
         self._specs = {id(v): layouts[path].spec for path, v in found.items()}
-
-    def stage_of(self, piece: int) -> int:
-        """The stage that a piece lies on."""
-        return piece % self._plan.stages
-
-    def mesh_of(self, piece: int) -> Mesh:
-        """The devices of a piece."""
-        return self.meshes[self.stage_of(piece)]
 
     def spec(self, variable: Any) -> Spec:
         """How a variable is split over the devices of its stage."""
@@ -49,21 +40,17 @@ class StageVariables:
         """The stage of a variable; None for those that are on all of them."""
         if given.role == "shared":
             weight = self._weight_of_slot(given.index)
-            return None if weight is None else self.stage(Input("weight", weight))
+            if weight is not None:
+                return self.stage(Input("weight", weight))
         if given.role == "metric" and self.mesh.is_multi_process:
             return None  # every process reads them at the end of an epoch
-        if given.role == "metric":
-            # `predict`, which may be what the model is cut by, does not know them.
-            return self.stage_of(self._plan.num_pieces - 1)
-        homes = self._cut.homes
-        assert homes is not None, "a step was traced before"
-        return self.stage_of(homes[given])
+        return self._cut.stage(given)
 
     def place(self, given: Input, variable: Any) -> NamedSharding:
         """Where a variable lies."""
         stage, spec = self.stage(given), self.spec(variable)
-        if given.role == "shared" and stage is not None:
-            weight = self._weight_of_slot(given.index)
+        weight = self._weight_of_slot(given.index) if given.role == "shared" else None
+        if weight is not None:
             spec = self.spec(self._model.trainable_variables[weight])
         return sharding(self.mesh if stage is None else self.meshes[stage], spec)
 

@@ -1,0 +1,126 @@
+"""The pieces of a model whose layers were put on several devices by hand."""
+
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import groupby
+from typing import Any
+
+from meshwright.devices.scope import (
+    HOME_MARK,
+    default_device,
+    home_of,
+    homes_of,
+    marking_homes,
+)
+from meshwright.devices.strategy_hooks import PLACED_MARK
+from meshwright.models.parts import Owners, bytes_of
+from meshwright.models.scattering import Unit, scatter
+from meshwright.models.stages import (
+    Input,
+    StagedProgram,
+    layers_of_pieces,
+    scopes_of,
+    shares_of_pieces,
+)
+from meshwright.train.cut import Act, PieceMap
+
+from jax.extend.core import Var
+from jax.sharding import NamedSharding
+
+_MARK = re.compile(rf"{HOME_MARK}(\w+:\d+)")
+
+
+class PlacedCut:
+    """Every layer computes on the device that it was made for; each device is a stage.
+
+    What lies on one device between two arrivals from others is a piece. What no layer
+    does (a loss, a penalty) is done where the variables are that it reads, or where the
+    most of its inputs is. Metrics and the optimizer's own numbers are on the default
+    device, if the model has a part there.
+
+    Arguments:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.devices = list(dict.fromkeys(name for _, name in homes_of(model)))
+        self.layers: list[list[str]] = []
+        self.shares: list[float] = []
+        self.because = "layers were put on other devices"
+        self._model = model
+        self._phases: list[int] = []
+
+    def keep_for(self, variables: Sequence[Any]) -> None:
+        """Nothing to forget: the variables themselves know where they live."""
+
+    def stage(self, given: Input) -> int | None:
+        """The stage of the device that a variable lives on."""
+        if given.role in ("weight", "state"):
+            lists = {
+                "weight": self._model.trainable_variables,
+                "state": self._model.non_trainable_variables,
+            }
+            home = home_of(lists[given.role][given.index])
+            return self.devices.index(home or default_device())
+        name = default_device()
+        return self.devices.index(name) if name in self.devices else 0
+
+    def assign(self, staged: StagedProgram) -> PieceMap:
+        """Decides which piece computes which operation of a step."""
+        places = [self._place(each) for each in staged.inputs]
+        told = self._told(staged, places)
+        number = len(self.devices)
+        units, owners = scatter(staged.program, places, number, told)
+        units, owners = _without_empty(units, owners)
+        self.layers = layers_of_pieces(staged, owners, len(units))
+        self.shares = shares_of_pieces(staged, owners, len(units))
+        self._phases = [unit.phase for unit in units]
+        return PieceMap(owners, [unit.place for unit in units])
+
+    def _place(self, given: Input) -> int | None:
+        return None if given.role == "data" else self.stage(given)
+
+    def _told(
+        self, staged: StagedProgram, places: Sequence[int | None]
+    ) -> dict[int, int]:
+        """The stages of operations of placed layers, and of those of variables."""
+        jaxpr = staged.program.jaxpr
+        pairs = zip(jaxpr.invars, places, strict=True)
+        homes = {v: place for v, place in pairs if place is not None}
+        known = enumerate(self.devices)
+        stages = {name.removeprefix("/device:"): stage for stage, name in known}
+        found = {}
+        for number, operation in enumerate(jaxpr.eqns):
+            marks = _MARK.findall("/".join(scopes_of(operation)))
+            inputs = [v for v in operation.invars if isinstance(v, Var)]
+            read = [v for v in inputs if v in homes]
+            if marks and marks[-1] in stages:
+                found[number] = stages[marks[-1]]
+            elif read:
+                found[number] = homes[max(read, key=bytes_of)]
+        return found
+
+    def ticks(self, num_microbatches: int, num_pieces: int) -> list[list[Act]]:
+        """All forward, then all back; what does not wait for others, side by side."""
+        groups = groupby(range(num_pieces), key=lambda piece: self._phases[piece])
+        phases = [list(group) for _, group in groups]
+        forward = [[("forward", piece, 0) for piece in phase] for phase in phases]
+        back = [[("backward", piece, 0) for piece in each] for each in phases[::-1]]
+        return [*forward, *back]
+
+    def mark(self, variable: Any, place: NamedSharding) -> None:
+        """Tells eager work that a step has fixed the variable's value to its device."""
+        setattr(variable, PLACED_MARK, True)
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Operations carry the name of the device that their layer was made for."""
+        return marking_homes()
+
+
+def _without_empty(units: list[Unit], owners: Owners) -> tuple[list[Unit], Owners]:
+    """Units that compute something, numbered anew."""
+    busy = sorted({number for owner in owners for number in owner})
+    new = {old: number for number, old in enumerate(busy)}
+    renumbered = [frozenset(new[number] for number in owner) for owner in owners]
+    return [units[number] for number in busy], renumbered
