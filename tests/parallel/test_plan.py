@@ -123,7 +123,7 @@ def test_gradients_are_not_accumulated_twice() -> None:
     assert str(caught.value).split("\n") == [
         "A plan received accumulate=4 (a int).",
         "The microbatches of a pipeline add up their gradients already.",
-        "Use microbatches for it.",
+        "Use microbatches= of Pipeline or Hybrid for it.",
     ]
 
 
@@ -146,6 +146,16 @@ def test_every_piece_but_the_first_begins_at_a_named_layer(
         f"{pieces} pieces begin at {pieces - 1} layers; the first begins at the "
         "inputs.",
         "Name as many layers, or none.",
+    ]
+
+
+def test_layers_have_names() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(stages=3, cuts=("body", 2))  # type: ignore[arg-type]
+    assert str(caught.value).split("\n") == [
+        "A plan received cuts=('body', 2) (a tuple).",
+        "Pieces begin at layers, which have names.",
+        "Use, for example, cuts=('block3', 'head').",
     ]
 
 

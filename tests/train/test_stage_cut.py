@@ -1,13 +1,16 @@
 """Where a model is cut into stages, and what is refused."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import meshwright as mw
-from meshwright.errors import PlanError, StrategyError
+from meshwright.errors import MemoryLimitError, PlanError, StrategyError
 from meshwright.models.stages import Input
 from meshwright.parallel.plan import Plan
 from meshwright.strategies.attach import cut_of
+from meshwright.train.cut import Room
 from meshwright.train.stage_cut import StageCut
 
 import jax.numpy as jnp
@@ -344,3 +347,98 @@ def test_names_of_layers_are_one_stage_fewer() -> None:
     alone = mw.Layerwise(["head"]).plan
     assert (alone.stages, alone.microbatches, alone.schedule) == (2, 1, "gpipe")
     assert mw.Hybrid(stages=2, data=4, cuts=["head"]).plan.cuts == ("head",)
+
+
+def wide_in_front() -> keras.Model:
+    """A table that takes memory and no time, then layers that take time."""
+    layers = [L.Embedding(1000, 8, name="table"), L.Flatten(name="flat")]
+    layers += [L.Dense(32, name=f"dense_{i}") for i in range(4)]
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers], name="wide")
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def first_stage(room: Room | None, **plan: Any) -> tuple[list[str], str]:
+    model = wide_in_front()
+    data = np.zeros((8, 4), np.int32), np.zeros((8, 32), np.float32)
+    cut = StageCut(model.name, Plan(**{"stages": 2, "microbatches": 1, **plan}))
+    cut.assign(traced_training(model, *data).staged, room)
+    return cut.layers[0], cut.because
+
+
+def test_a_cut_keeps_stages_within_the_memory_of_a_device() -> None:
+    """The table takes 32,000 bytes, and as much for its gradient; a layer 4,224."""
+    fastest, because = first_stage(None)
+    assert "dense_1" in fastest
+    assert because == "the slowest piece is fastest, between layers"
+    fitting, because = first_stage(Room(limit=70_000, copies=2))
+    assert "dense_0" not in fitting
+    assert because.startswith("the slowest piece is fastest, of those that fit, ")
+    many = first_stage(Room(limit=70_000, copies=2), microbatches=8, schedule="gpipe")
+    assert many == first_stage(None), "no estimate fits; the compiler will tell"
+
+
+def test_an_operation_that_is_larger_than_a_device_is_refused() -> None:
+    received, rule, change = refusal(
+        MemoryLimitError, lambda: first_stage(Room(limit=40_000, copies=2))
+    )
+    assert received == (
+        "jit in table of 'wide' needs 62.5 KiB for its weights, their gradients and "
+        "optimizer state, and 1.0 KiB for what it makes of a microbatch; a device has "
+        "39.1 KiB."
+    )
+    assert rule == "A stage has one operation at the least, so no cut helps."
+    assert change == (
+        "Split the stage's weights and batches over several devices with "
+        "Hybrid(stages=, fsdp=) or Hybrid(stages=, tensor=), use more microbatches, or "
+        "raise memory_limit."
+    )
+
+
+class Gate(keras.layers.Layer):
+    """Python code that depends on data."""
+
+    def call(self, x: Any) -> Any:
+        if keras.ops.sum(x) > 0:
+            return x
+        return -x
+
+
+class Converted(keras.layers.Layer):
+    """NumPy code on data."""
+
+    def call(self, x: Any) -> Any:
+        return x * float(np.asarray(x).sum())
+
+
+@pytest.mark.parametrize(
+    ("layer", "code"),
+    [
+        (Gate, "if keras.ops.sum(x) > 0:"),
+        (Converted, "return x * float(np.asarray(x).sum())"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make", [partial(mw.Pipeline, 2), mw.Mirrored], ids=["Pipeline", "Mirrored"]
+)
+def test_python_code_that_depends_on_data_is_refused_with_its_line(
+    layer: Any, code: str, make: Any
+) -> None:
+    model = keras.Sequential([L.Dense(4), layer(), L.Dense(4)], name="mine")
+    model.compile(optimizer="sgd", loss="mse")
+    received, rule, change = fit_refusal(model, make(devices=CPUS[:2]))
+    pattern = (
+        r"'mine' asks for the values of a tensor while it is traced, in (.*), line "
+    )
+    found = re.fullmatch(pattern + r"\d+: '(.*)'\.", received)
+    assert found is not None
+    assert found[1] == __file__
+    assert found[2] == code
+    assert rule == (
+        "A step is traced once and compiled for all batches, so if, while, int() and "
+        "NumPy cannot depend on data."
+    )
+    assert change == (
+        "Let the data choose by keras.ops.where, keras.ops.cond or "
+        "keras.ops.while_loop."
+    )

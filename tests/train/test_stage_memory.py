@@ -1,8 +1,10 @@
 """What stages hold in memory, against what can be counted by hand."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import meshwright as mw
+from meshwright.errors import MemoryLimitError
 from meshwright.strategies.attach import place, step_over_mesh
 from meshwright.train.mesh_step import training_state
 from meshwright.train.stage_cut import StageCut
@@ -22,7 +24,7 @@ def stack() -> keras.Model:
         keras.layers.Dense(WIDTH, activation="tanh", use_bias=False)
         for _ in range(LAYERS)
     ]
-    model = keras.Sequential([keras.Input((WIDTH,)), *dense])
+    model = keras.Sequential([keras.Input((WIDTH,)), *dense], name="stack")
     model.compile(optimizer="adam", loss="mse")
     return model
 
@@ -76,3 +78,103 @@ def test_a_stage_split_over_devices_holds_its_share() -> None:
     for one, two in zip(whole, split, strict=True):
         assert two.gradients == one.gradients / 2
         assert two.variables < 0.51 * one.variables + 100
+
+
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], None]]:
+    """Sets a memory limit, and lifts it in the end."""
+    yield lambda size: mw.configure(memory_limit=size)
+    mw.configure(memory_limit=None)
+
+
+def refusal(strategy: Any, verb: str = "fit", **options: Any) -> MemoryLimitError:
+    model, x = mw.distribute(stack(), strategy), np.zeros((BATCH, WIDTH), np.float32)
+    data = (x,) if verb == "predict" else (x, x)
+    with pytest.raises(MemoryLimitError) as caught:
+        getattr(model, verb)(*data, batch_size=BATCH, verbose=0, **options)
+    return caught.value
+
+
+def test_a_stage_over_the_limit_is_refused_before_it_runs(
+    limit: Callable[[int], None],
+) -> None:
+    strategy = mw.Pipeline(4, 8, devices=CPUS[:4])
+    most = max(memory(strategy), key=lambda stage: stage.total)
+    limit(40_000)
+    error = refusal(strategy)
+    received, rule, change = str(error).split("\n")
+    assert received.startswith(
+        "train_step of 'stack' with a batch of 64 in 8 microbatches needs "
+    )
+    assert "of stage 0 (variables 24.0 KiB, gradients 8.0 KiB, kept for " in received
+    assert received.endswith("; the limit is 39.1 KiB.")
+    assert rule == (
+        "What a stage keeps, and what its largest program needs, must fit the memory "
+        "limit of each device."
+    )
+    assert change == (
+        "Use remat=True, more microbatches, or a smaller batch_size, or set "
+        f"memory_limit to at least {error.needed} bytes."
+    )
+    assert error.needed == most.total == sum(error.by_kind.values())
+
+
+def test_the_advice_fits_what_takes_the_memory(limit: Callable[[int], None]) -> None:
+    limit(30_000)
+    change = str(refusal(mw.Pipeline(4, 8, devices=CPUS[:4]))).split("\n")[2]
+    assert change.startswith(
+        "No batch size helps: use more stages, or fsdp or tensor devices in each, or "
+    )
+    limit(36_000)
+    remat = mw.Pipeline(4, 2, remat=True, devices=CPUS[:4])
+    change = str(refusal(remat)).split("\n")[2]
+    assert change.startswith("Use more microbatches, or a smaller batch_size, or set ")
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_steps_that_only_go_forward_are_weighed_too(
+    verb: str, limit: Callable[[int], None]
+) -> None:
+    limit(12_000)
+    error = refusal(mw.Layerwise(4, devices=CPUS[:4]), verb)
+    step = {"evaluate": "test_step", "predict": "predict_step"}[verb]
+    assert str(error).startswith(f"{step} of 'stack' with a batch of 64 needs ")
+    assert error.by_kind["gradients"] == 0
+
+
+def test_what_fits_the_limit_trains(limit: Callable[[int], None]) -> None:
+    strategy = mw.Pipeline(4, 8, devices=CPUS[:4])
+    limit(max(stage.total for stage in memory(strategy)))
+    model, x = mw.distribute(stack(), strategy), np.zeros((BATCH, WIDTH), np.float32)
+    model.fit(x, x, batch_size=BATCH, verbose=0)
+    model.predict(x, batch_size=BATCH, verbose=0)
+
+
+def test_layers_that_were_put_on_devices_by_hand_are_weighed_too(
+    limit: Callable[[int], None],
+) -> None:
+    inputs = keras.Input((WIDTH,))
+    with mw.device("CPU:1"):
+        hidden = keras.layers.Dense(WIDTH, name="small")(inputs)
+    with mw.device("CPU:2"):
+        outputs = keras.layers.Dense(4 * WIDTH, name="large")(hidden)
+    model = keras.Model(inputs, outputs, name="placed")
+    model.compile(optimizer="adam", loss="mse")
+    limit(40_000)
+    x, y = np.zeros((8, WIDTH), np.float32), np.zeros((8, 4 * WIDTH), np.float32)
+    with pytest.raises(MemoryLimitError, match="on each device of stage 1"):
+        model.fit(x, y, verbose=0)
+    limit(200_000)
+    model.fit(x, y, verbose=0)
+
+
+def test_the_placement_log_names_the_stages_of_layers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = mw.distribute(stack(), mw.Pipeline(4, 8, devices=CPUS[:4]))
+    x = np.zeros((BATCH, WIDTH), np.float32)
+    mw.set_placement_log(True)
+    model.fit(x, x, batch_size=BATCH, epochs=2, verbose=0)
+    lines = [m for m in caplog.messages if m.startswith("Running train_step")]
+    assert len(lines) == LAYERS, "once for a size of batches"
+    assert [line.split("CPU:")[1][0] for line in lines] == list("00112233")

@@ -114,6 +114,16 @@ def name_of(device: jax.Device) -> str:
     return f"/device:{device.platform.upper()}:{device.id}"
 
 
+def usable_memory(device: jax.Device) -> int | None:
+    """Bytes that a step may use on a device: its limit, or else the memory of a GPU."""
+    known = {jax_device: found for found, jax_device in _table().values()}
+    found = known.get(device)
+    if found is None or found.memory_limit is not None:
+        return current_settings().memory_limit
+    is_gpu = found.kind == "GPU" and not found.stand_in
+    return found.memory if is_gpu else None
+
+
 def names_of(where: Sharding | Iterable[jax.Device]) -> tuple[str, ...]:
     """Meshwright's names of the devices of a sharding, or of several devices."""
     found = where.device_set if isinstance(where, Sharding) else where

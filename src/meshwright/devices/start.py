@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -167,6 +168,17 @@ def user_line() -> tuple[str, int] | None:
             return path, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def user_line_of(error: BaseException) -> tuple[str, int] | None:
+    """The innermost line outside Meshwright, JAX and Keras where an error came up."""
+    foreign = _foreign_files()
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((*foreign, "<frozen"))
+    ]
+    return lines[-1] if lines else None
 
 
 def _foreign_files() -> tuple[str, ...]:

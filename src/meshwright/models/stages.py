@@ -77,6 +77,22 @@ class StagedProgram:
         return [cost_of(op) if bound else 0 for op, bound in pairs]
 
     @cached_property
+    def brings(self) -> list[int]:
+        """Bytes of the weights that each operation is the first to read."""
+        weights, found = self._inputs("weight"), []
+        for operation in self.program.jaxpr.eqns:
+            mine = {v for v in _variables(operation) if v in weights}
+            weights -= mine
+            found.append(sum(map(bytes_of, mine)))
+        return found
+
+    @cached_property
+    def makes(self) -> list[int]:
+        """Bytes that each operation makes of a batch."""
+        pairs = zip(self.program.jaxpr.eqns, self.is_bound, strict=True)
+        return [sum(map(bytes_of, op.outvars)) if bound else 0 for op, bound in pairs]
+
+    @cached_property
     def alive(self) -> list[int]:
         """Bytes that would have to travel if the program were cut in front of each."""
         operations = self.program.jaxpr.eqns

@@ -90,12 +90,18 @@ class Plan:
             self._refuse(
                 "accumulate",
                 "The microbatches of a pipeline add up their gradients already.",
-                "Use microbatches for it.",
+                "Use microbatches= of Pipeline or Hybrid for it.",
             )
         object.__setattr__(self, "schedule", self.schedule or DEFAULT_SCHEDULE)
         if self.microbatches is None:
             object.__setattr__(self, "microbatches", MICROBATCHES * self.stages)
         object.__setattr__(self, "chunks", self.schedule_of().num_chunks)
+        if not all(isinstance(name, str) for name in self.cuts):
+            self._refuse(
+                "cuts",
+                "Pieces begin at layers, which have names.",
+                "Use, for example, cuts=('block3', 'head').",
+            )
         if self.cuts and len(self.cuts) != self.num_pieces - 1:
             self._refuse(
                 "cuts",

@@ -1,5 +1,7 @@
 """Ties a model to a strategy, so that its steps run over the strategy's mesh."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.intake import Intake
@@ -13,6 +15,7 @@ from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.stage_cut import StageCut
 from meshwright.train.stage_variables import reference_of
+from meshwright.train.tracing_errors import explaining_tracing
 
 import jax
 import numpy as np
@@ -33,11 +36,14 @@ def attach(model: Any, strategy: "Strategy") -> None:
         place(model, strategy)
         return step_over_mesh(model, step, strategy)
 
-    def make_intake(model: Any, verb: str) -> Intake:
+    @contextmanager
+    def make_intake(model: Any, verb: str) -> Iterator[Intake]:
         pace = Pace(model, verb, strategy.mesh, strategy.resident)
         strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
-        return Intake(model, verb, pace, check_nan=check_nan, depth=depth)
+        intake = Intake(model, verb, pace, check_nan=check_nan, depth=depth)
+        with explaining_tracing(model), intake:
+            yield intake
 
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, _CUT, StageCut(model.name, strategy.plan))

@@ -23,6 +23,15 @@ class PieceMap(NamedTuple):
     """The stage of each piece, in the order in which they compute."""
 
 
+class Room(NamedTuple):
+    """What a device has room for."""
+
+    limit: int
+    """Bytes that it may use."""
+    copies: float
+    """Of a trained weight: itself, its gradient, and what the optimizer keeps of it."""
+
+
 class Cut(Protocol):
     """Where one model is cut; its steps share it.
 
@@ -39,8 +48,13 @@ class Cut(Protocol):
     def keep_for(self, variables: Sequence[Any]) -> None:
         """Forgets what depends on other variables of the model than these."""
 
-    def assign(self, staged: StagedProgram) -> PieceMap:
-        """Decides which piece computes which operation of a step."""
+    def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
+        """Decides which piece computes which operation of a step.
+
+        Arguments:
+            staged: The step.
+            room: What each device has room for, if there is an end to it.
+        """
 
     def stage(self, given: Input) -> int | None:
         """The stage that a variable lives on; None for those that are everywhere."""

@@ -9,6 +9,9 @@ from typing import Any
 from meshwright.cluster.identity import process_count
 from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
+from meshwright.devices.placement_log import log_number, log_step
+from meshwright.devices.runtime import usable_memory
+from meshwright.devices.settings import current_settings
 from meshwright.devices.sizes import format_bytes
 from meshwright.devices.step import StepState, batch_size, variables_of
 from meshwright.devices.strategy_hooks import TraceHooks, tracing
@@ -21,11 +24,15 @@ from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.transfers import has_part
 from meshwright.train.accumulation import why_not_a_mean
-from meshwright.train.cut import Cut
+from meshwright.train.cut import Cut, Room
 from meshwright.train.piece_programs import PieceProgram
 from meshwright.train.pipeline_flow import Flow, Pieces
 from meshwright.train.pure_step import pure
-from meshwright.train.stage_memory import StageMemory, memory_of_stages
+from meshwright.train.stage_memory import (
+    StageMemory,
+    memory_of_stages,
+    refuse_stages_over_limit,
+)
 from meshwright.train.stage_update import StageUpdate
 from meshwright.train.stage_variables import StageVariables
 from meshwright.train.staged_steps import (
@@ -79,6 +86,7 @@ class PipelineStep:
         self._why_no_mean = cache(self._find_why_no_mean)
         self._outputs_of = OutputsOf(model)
         self._has_run = False
+        self._seen: set[Any] = set()
         if self._trains:
             _refuse_own_step(model)
 
@@ -96,6 +104,7 @@ class PipelineStep:
         shapes = [Shapes.of(each) for each in batch.arrays]
         pieces = [self.pieces(each) for each in shapes]
         state = self._lay_out(state)
+        self._look(pieces, state, batch.size)
         if not self._trains:
             flow = Flow(self._variables, pieces, state, batch)
             for piece in range(len(pieces[0].programs)):
@@ -118,9 +127,28 @@ class PipelineStep:
     def memory(self, state: Any, data: Any) -> list[StageMemory]:
         """What a training step on such a batch needs on each stage."""
         batch = self.put(data)
-        pieces = self.pieces(Shapes.of(batch.arrays[0]))
-        schedule = self._plan.schedule_of(len(batch.arrays))
-        return memory_of_stages(pieces, self._variables, self._lay_out(state), schedule)
+        pieces = [self.pieces(Shapes.of(each)) for each in batch.arrays]
+        return self._memory(pieces, self._lay_out(state))
+
+    def _memory(self, pieces: list[Pieces], state: Any) -> list[StageMemory]:
+        schedule = self._plan.schedule_of(len(pieces)) if self._trains else None
+        return memory_of_stages(pieces[0], self._variables, state, schedule)
+
+    def _look(self, pieces: list[Pieces], state: Any, size: int) -> None:
+        """Refuses a step over the limit, and logs it; once for each new size."""
+        limit, logging = current_settings().memory_limit, log_number()
+        if (size, limit, logging) in self._seen:
+            return
+        if limit is not None:
+            what = f"{self._name} of {self._model.name!r} with a batch of {size}"
+            if len(pieces) > 1:
+                what += f" in {len(pieces)} microbatches"
+            found = self._memory(pieces, state)
+            refuse_stages_over_limit(found, limit, what, self._plan)
+        if logging:
+            variables = variables_of(self._model, state)
+            log_step(self._model, self._name, variables, state)
+        self._seen.add((size, limit, logging))
 
     def describe(self, data: Any) -> list[str]:
         """Which layers are in which stage, and what passes between them."""
@@ -244,7 +272,7 @@ class PipelineStep:
 
     def _pieces(self, shapes: Shapes) -> Pieces:
         step = self._trace(shapes.tree)
-        owners, stages = self._cut.assign(step.staged)
+        owners, stages = self._cut.assign(step.staged, self._room)
         parts = split_program(step.staged.program, owners, len(stages))
         size = _num_samples(shapes.tree)
         meshes = [self._variables.meshes[stage] for stage in stages]
@@ -260,6 +288,19 @@ class PipelineStep:
             for part, mesh in zip(parts, meshes, strict=True)
         ]
         return Pieces(step, programs, stages)
+
+    @property
+    def _room(self) -> Room | None:
+        """What the device with the least memory has room for."""
+        devices = self._variables.mesh.devices.flat
+        known = [usable_memory(device) for device in devices]
+        limits = [each for each in known if each is not None]
+        if not limits:
+            return None
+        weights = sum(_bytes_of(v) for v in self._model.trainable_variables)
+        optimizer = getattr(self._model, "optimizer", None)
+        slots = sum(_bytes_of(v) for v in optimizer.variables) if optimizer else 0
+        return Room(min(limits), 2 + slots / max(weights, 1))
 
     def _place(
         self, step: StagedStep, mesh: Mesh, size: int, kind: str, number: int
@@ -426,6 +467,11 @@ def _same(value: Any) -> Any:
 def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
     held = variable if variable._value is None else variable._value
     return jax.ShapeDtypeStruct(tuple(held.shape), held.dtype)
+
+
+def _bytes_of(variable: Any) -> int:
+    shape = _shape_of(variable)
+    return int(np.prod(shape.shape, dtype=np.int64)) * int(shape.dtype.itemsize)
 
 
 def _num_samples(batch: Any) -> int:

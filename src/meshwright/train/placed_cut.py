@@ -23,7 +23,7 @@ from meshwright.models.stages import (
     scopes_of,
     shares_of_pieces,
 )
-from meshwright.train.cut import Act, PieceMap
+from meshwright.train.cut import Act, PieceMap, Room
 
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
@@ -66,7 +66,7 @@ class PlacedCut:
         name = default_device()
         return self.devices.index(name) if name in self.devices else 0
 
-    def assign(self, staged: StagedProgram) -> PieceMap:
+    def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
         """Decides which piece computes which operation of a step."""
         places = [self._place(each) for each in staged.inputs]
         told = self._told(staged, places)

@@ -7,8 +7,9 @@ from functools import cache
 from itertools import groupby, pairwise
 from typing import Any
 
+from meshwright.devices.sizes import format_bytes
 from meshwright.devices.strategy_hooks import STAGE_MARK
-from meshwright.errors import StrategyError
+from meshwright.errors import MemoryLimitError, StrategyError
 from meshwright.models.stages import (
     Assignment,
     Homes,
@@ -22,7 +23,7 @@ from meshwright.models.stages import (
 from meshwright.models.work import FLOPS_PER_BYTE
 from meshwright.parallel.balance import choose_stage_cuts
 from meshwright.parallel.plan import Plan
-from meshwright.train.cut import Act, PieceMap
+from meshwright.train.cut import Act, PieceMap, Room
 
 from jax.sharding import NamedSharding
 
@@ -87,17 +88,17 @@ class StageCut:
         if [id(v) for v in variables] != [id(v) for v in self._variables]:
             self._variables, self._homes = list(variables), None
 
-    def assign(self, staged: StagedProgram) -> PieceMap:
+    def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
         """Decides which piece computes which operation of a step."""
         stages = [self._stage_of(piece) for piece in range(self._plan.num_pieces)]
-        return PieceMap(self._assign(staged).owners, stages)
+        return PieceMap(self._assign(staged, room).owners, stages)
 
-    def _assign(self, staged: StagedProgram) -> Assignment:
+    def _assign(self, staged: StagedProgram, room: Room | None) -> Assignment:
         if self._homes is not None:
             found = assign_by_homes(staged, self._homes, self._plan.num_pieces)
             self._refuse_states_on_the_move(staged, found)
             return found
-        cuts = self._choose(staged)
+        cuts = self._choose(staged, room)
         found = assign_by_cuts(staged, cuts, self._plan.num_pieces)
         self._homes = found.homes
         pieces = self._plan.num_pieces
@@ -105,7 +106,9 @@ class StageCut:
         self.shares = shares_of_pieces(staged, found.owners, pieces)
         return found
 
-    def _choose(self, staged: StagedProgram) -> list[int]:
+    def _choose(self, staged: StagedProgram, room: Room | None) -> list[int]:
+        if room is not None and staged.starts:
+            self._refuse_large_operation(staged, room)
         if self._plan.cuts:
             self.because = "the cuts were given"
             return self._pinned(staged, self._plan.cuts)
@@ -120,19 +123,25 @@ class StageCut:
                 strict=True,
             )
         ]
-        anywhere = self._balanced(staged, staged.is_cuttable)
+        anywhere = self._balanced(staged, staged.is_cuttable, room)
+        if anywhere is None and room is not None:
+            # The estimate is on the safe side; programs are weighed when compiled.
+            room = None
+            anywhere = self._balanced(staged, staged.is_cuttable, room)
         if anywhere is None:
             raise self._too_many_stages(staged)
-        whole = self._balanced(staged, between)
+        whole = self._balanced(staged, between, room)
         fastest = _slowest(staged, anywhere)
+        of_those = ", of those that fit" if room is not None else ""
         if whole is None or _slowest(staged, whole) > GOOD_ENOUGH * fastest:
-            self.because = "the slowest piece is fastest, also inside of layers"
-            return anywhere
-        self.because = "the slowest piece is fastest, between layers"
-        return whole
+            where, chosen = "also inside of layers", anywhere
+        else:
+            where, chosen = "between layers", whole
+        self.because = f"the slowest piece is fastest{of_those}, {where}"
+        return chosen
 
     def _balanced(
-        self, staged: StagedProgram, is_cuttable: Sequence[bool]
+        self, staged: StagedProgram, is_cuttable: Sequence[bool], room: Room | None
     ) -> list[int] | None:
         return choose_stage_cuts(
             staged.costs,
@@ -140,7 +149,46 @@ class StageCut:
             is_cuttable,
             self._plan.num_pieces,
             cost_per_byte=FLOPS_PER_BYTE,
+            held=None if room is None else self._held(staged, room),
+            limit=None if room is None else room.limit,
         )
+
+    def _held(self, staged: StagedProgram, room: Room) -> list[int]:
+        """Bytes that each operation keeps on a device, on the safe side.
+
+        The first to read a weight keeps it. What is made is taken to be kept for the
+        backward passes of as many microbatches as are under way on any stage.
+        """
+        plan = self._plan
+        schedule = self._schedule(plan.microbatches or 1)
+        alive = max(map(schedule.most_alive, range(plan.stages)))
+        made = [0] * len(staged.costs) if plan.remat else staged.makes
+        copies, parts = room.copies / (plan.fsdp * plan.tensor), plan.data * plan.fsdp
+        pairs = zip(staged.brings, made, strict=True)
+        return [int(copies * weight + alive * each / parts) for weight, each in pairs]
+
+    def _refuse_large_operation(self, staged: StagedProgram, room: Room) -> None:
+        plan = self._plan
+        shares = plan.fsdp * plan.tensor, plan.data * plan.fsdp
+        for number, operation in enumerate(staged.program.jaxpr.eqns):
+            weights = int(room.copies * staged.brings[number] / shares[0])
+            outputs = staged.makes[number] // shares[1]
+            if weights + outputs > room.limit:
+                layers = "/".join(staged.layers[number]) or "no layer"
+                raise MemoryLimitError(
+                    f"{operation.primitive.name} in {layers} of {self._name!r} needs "
+                    f"{format_bytes(weights)} for its weights, their gradients and "
+                    f"optimizer state, and {format_bytes(outputs)} for what it makes "
+                    f"of a microbatch; a device has {format_bytes(room.limit)}.",
+                    "A stage has one operation at the least, so no cut helps.",
+                    "Split the stage's weights and batches over several devices with "
+                    "Hybrid(stages=, fsdp=) or Hybrid(stages=, tensor=), use more "
+                    "microbatches, or raise memory_limit.",
+                    needed=weights + outputs,
+                    limit=room.limit,
+                    by_kind={"weights": weights, "outputs": outputs},
+                    largest=(layers,),
+                )
 
     def _too_many_stages(self, staged: StagedProgram) -> StrategyError:
         most = sum(staged.is_cuttable) + 1

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.devices.sizes import format_bytes
+from meshwright.errors import MemoryLimitError
+from meshwright.parallel.plan import Plan
 from meshwright.parallel.schedules import Schedule
 from meshwright.train.piece_programs import PieceProgram
 from meshwright.train.pipeline_flow import Pieces
@@ -32,35 +35,79 @@ class StageMemory:
 
 
 def memory_of_stages(
-    pieces: Pieces, variables: StageVariables, state: Any, schedule: Schedule
+    pieces: Pieces, variables: StageVariables, state: Any, schedule: Schedule | None
 ) -> list[StageMemory]:
-    """Compiles the programs of a training step and adds up what they need.
+    """Compiles the programs of a step and adds up what they need.
 
     Arguments:
         pieces: The pieces of the step, for its largest microbatch.
         variables: Where the variables lie.
         state: The state, laid out.
-        schedule: How many microbatches are under way at the same time.
+        schedule: How many microbatches are under way at the same time; None for a step
+            that only goes forward.
     """
     found = []
     for stage in range(len(variables.meshes)):
         mine = [
-            _PieceMemory(pieces, piece, variables)
+            _PieceMemory(pieces, piece, is_alone=schedule is None)
             for piece in range(len(pieces.programs))
             if pieces.stages[piece] == stage
         ]
-        most = schedule.most_alive(stage)
+        most = 1 if schedule is None else schedule.most_alive(stage)
         # With several pieces on a stage, the largest of them are counted.
-        kept = max(each.kept for each in mine) * most
+        largest = max((each.kept for each in mine), default=0)
+        kept = max(largest * most, sum(each.kept for each in mine))
         found.append(
             StageMemory(
                 variables=_held(state, variables, stage),
                 gradients=sum(each.gradients for each in mine),
                 kept=kept,
-                working=max(each.working for each in mine),
+                working=max((each.working for each in mine), default=0),
             )
         )
     return found
+
+
+def refuse_stages_over_limit(
+    found: list[StageMemory], limit: int, what: str, plan: Plan
+) -> None:
+    """Raises `MemoryLimitError` if a stage needs more than its devices may use.
+
+    Arguments:
+        found: What each stage needs.
+        limit: Bytes that a device may use.
+        what: The step, in words.
+        plan: The plan, for the advice.
+    """
+    stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
+    if most.total <= limit:
+        return
+    kinds = {
+        "variables": most.variables,
+        "gradients": most.gradients,
+        "kept for backward passes": most.kept,
+        "programs": most.working,
+    }
+    parts = ", ".join(f"{k} {format_bytes(b)}" for k, b in kinds.items() if b)
+    raise MemoryLimitError(
+        f"{what} needs {format_bytes(most.total)} on each device of stage {stage} "
+        f"({parts}); the limit is {format_bytes(limit)}.",
+        "What a stage keeps, and what its largest program needs, must fit the memory "
+        "limit of each device.",
+        f"{_advice(most, limit, plan)}, or set memory_limit to at least {most.total} "
+        "bytes.",
+        needed=most.total,
+        limit=limit,
+        by_kind=kinds,
+    )
+
+
+def _advice(memory: StageMemory, limit: int, plan: Plan) -> str:
+    if memory.variables + memory.gradients > limit:
+        return "No batch size helps: use more stages, or fsdp or tensor devices in each"
+    if memory.gradients and not plan.remat:
+        return "Use remat=True, more microbatches, or a smaller batch_size"
+    return "Use more microbatches, or a smaller batch_size"
 
 
 def _held(state: Any, variables: StageVariables, stage: int) -> int:
@@ -75,11 +122,12 @@ def _held(state: Any, variables: StageVariables, stage: int) -> int:
 class _PieceMemory:
     """What one piece needs for a microbatch."""
 
-    def __init__(self, pieces: Pieces, piece: int, variables: StageVariables) -> None:
+    def __init__(self, pieces: Pieces, piece: int, is_alone: bool) -> None:
         program = pieces.programs[piece]
-        given = _given(pieces, program, variables, piece)
-        forward = program.forward.lower(*given).compile()
-        shapes = jax.eval_shape(program.forward, *given)
+        given = _given(pieces, program)
+        run = program.forward_only if is_alone else program.forward
+        forward = run.lower(*given).compile()
+        shapes = jax.eval_shape(run, *given)
         *_, kept_places = forward.output_shardings
         *_, kept = shapes
         (_, active), (arguments, passive) = given
@@ -93,7 +141,7 @@ class _PieceMemory:
         self.kept += put_out
         self.working = _working(forward) - put_out
         self.gradients = 0
-        if program.has_backward:
+        if program.has_backward and not is_alone:
             placed = [
                 _placed(a, b) for a, b in zip(*_leaves(kept, kept_places), strict=True)
             ]
@@ -106,9 +154,7 @@ class _PieceMemory:
             )
 
 
-def _given(
-    pieces: Pieces, program: PieceProgram, variables: StageVariables, piece: int
-) -> Any:
+def _given(pieces: Pieces, program: PieceProgram) -> Any:
     staged, ends = pieces.step.staged, program.ends
     invars = staged.program.jaxpr.invars
 
