@@ -14,19 +14,15 @@ from meshwright import errors
 # The function has the name of a room, and takes its place.
 from meshwright.devices.discovery import devices
 from meshwright.devices.startup import start_up
-from meshwright.devices.strategy_hooks import set_maker_of_placed_steps
 
 if TYPE_CHECKING:
     from meshwright.cluster.identity import process_count, process_index
     from meshwright.devices.configuration import configure
     from meshwright.devices.device import Device
-    from meshwright.devices.placement import (
-        device,
-        set_placement_log,
-        set_soft_placement,
-    )
+    from meshwright.devices.placement import set_placement_log, set_soft_placement
     from meshwright.devices.table import placement
     from meshwright.parallel.plan import Plan
+    from meshwright.strategies.by_hand import device
     from meshwright.strategies.distribute import distribute
     from meshwright.strategies.names import (
         FSDP,
@@ -43,16 +39,6 @@ if TYPE_CHECKING:
 
 start_up()
 del start_up
-
-
-def _make_placed_step(model: object, step: object) -> object:
-    from meshwright.train.placed_step import make_placed_step
-
-    return make_placed_step(model, step)
-
-
-set_maker_of_placed_steps(_make_placed_step)
-del set_maker_of_placed_steps
 
 __version__ = "0.1.0.dev0"
 
@@ -94,7 +80,7 @@ _HOMES = {
     "TensorParallel": "strategies.names",
     "Warmup": "train.warmup",
     "configure": "devices.configuration",
-    "device": "devices.placement",
+    "device": "strategies.by_hand",
     "distribute": "strategies.distribute",
     "placement": "devices.table",
     "process_count": "cluster.identity",

@@ -120,7 +120,7 @@ def set_maker_of_placed_steps(make: Callable[[Any, Any], Any]) -> None:
 
 def make_placed_step(model: Any, step: Any) -> Any:
     """A step of a model whose layers live on several devices."""
-    assert _PlacedSteps.make is not None, "set when meshwright was imported"
+    assert _PlacedSteps.make is not None, "set by strategies.by_hand"
     return _PlacedSteps.make(model, step)
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from meshwright.data.resident import Shapes
-from meshwright.devices.containers import map_leaves
 from meshwright.devices.step import batch_size
 from meshwright.models.stages import Input
 from meshwright.parallel.batch import BatchSplit, PlacedBatch
@@ -21,49 +19,19 @@ from meshwright.parallel.transfers import (
     add,
     deliver,
     has_part,
-    join_parts,
     move,
     part_on,
 )
 from meshwright.parallel.turns import Call, run_together
 from meshwright.train.cut import Act
 from meshwright.train.piece_programs import PieceProgram
+from meshwright.train.pieces import Pieces
 from meshwright.train.stage_variables import StageVariables
-from meshwright.train.staged_steps import ROLES, StagedStep
-from meshwright.train.whole_loss import Microbatch
+from meshwright.train.staged_steps import ROLES
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
-
-
-class Pieces:
-    """The pieces of a step on microbatches of one size.
-
-    Attributes:
-        step: The step.
-        programs: What each piece does.
-        stages: The stage that each piece lies on.
-        maker: The piece that makes a value which others read.
-        readers: The pieces that read it.
-        printer: The piece that makes an output of the step, by number.
-    """
-
-    def __init__(
-        self, step: StagedStep, programs: list[PieceProgram], stages: Sequence[int]
-    ) -> None:
-        self.step = step
-        self.programs = programs
-        self.stages = stages
-        self.maker: dict[Any, int] = {}
-        self.readers: dict[Any, list[int]] = defaultdict(list)
-        self.printer: dict[int, int] = {}
-        for number, program in enumerate(programs):
-            ends = program.ends
-            self.maker |= dict.fromkeys((*ends.carried, *ends.left), number)
-            self.printer |= dict.fromkeys(ends.results, number)
-            for v in (*ends.active, *ends.passive):
-                self.readers[v].append(number)
+from jax.sharding import Mesh
 
 
 class Flow:
@@ -76,6 +44,11 @@ class Flow:
         batch: The microbatches.
         starts: For each microbatch the gradients that it starts from, in the order of
             the outputs; None for the loss of its own.
+
+    Attributes:
+        data: The arrays of each microbatch.
+        current: The newest values of the state.
+        outputs: What the pieces have put out, by number and microbatch.
     """
 
     def __init__(
@@ -86,15 +59,15 @@ class Flow:
         batch: PlacedBatch,
         starts: Sequence[Any] | None = None,
     ) -> None:
-        self._variables = variables
-        self._pieces = pieces
+        self.variables = variables
+        self.pieces = pieces
         self._state = state
-        self._batch = batch
+        self.batch = batch
         self._starts = starts
         self._roles = ROLES[len(state)]
-        self._data = [jax.tree.leaves(each) for each in batch.arrays]
+        self.data = [jax.tree.leaves(each) for each in batch.arrays]
         self._shares = [batch_size(each) / batch.size for each in batch.arrays]
-        self._current = {
+        self.current = {
             Input(role, i): value
             for role, values in zip(self._roles, state, strict=True)
             for i, value in enumerate(values)
@@ -105,28 +78,28 @@ class Flow:
         self._gradients: dict[tuple[Any, int], list[Any]] = defaultdict(list)
         self._kept: dict[tuple[int, int], Any] = {}
         self._sums: dict[tuple[int, Input], Any] = {}
-        self._outputs: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
         self._copies = self._copy_what_others_read()
 
     def _copy_what_others_read(self) -> dict[tuple[Input, int], Any]:
         """Variables for the stages that read them and are not their home."""
         found: dict[tuple[Input, int], Any] = {}
         for given, stage in sorted(self._read_elsewhere()):
-            home, there = self._variables.stage(given), self._variables.meshes[stage]
+            home, there = self.variables.stage(given), self.variables.meshes[stage]
             assert home is not None
-            value = self._current[given]
-            source = self._variables.meshes[home]
-            (found[given, stage],) = move([value], [_parcel(value)], source, there)
+            value = self.current[given]
+            source = self.variables.meshes[home]
+            (found[given, stage],) = move([value], [parcel_of(value)], source, there)
         return found
 
     def _read_elsewhere(self) -> set[tuple[Input, int]]:
         return {
             (given, stage)
-            for pieces in self._pieces
+            for pieces in self.pieces
             for piece, program in enumerate(pieces.programs)
             for given in self._read_by(pieces, program)
-            for stage in [self._stage_of(piece)]
-            if self._variables.stage(given) not in (None, stage)
+            for stage in [self.stage_of(piece)]
+            if self.variables.stage(given) not in (None, stage)
         }
 
     def _read_by(self, pieces: Pieces, program: PieceProgram) -> list[Input]:
@@ -148,9 +121,9 @@ class Flow:
             job.keep(values)
 
     def _job(self, kind: str, piece: int, number: int) -> "_Job | None":
-        has_backward = self._pieces[number].programs[piece].has_backward
+        has_backward = self.pieces[number].programs[piece].has_backward
         is_forward = kind.startswith("forward")
-        if not has_part(self._mesh_of(piece)) or not (is_forward or has_backward):
+        if not has_part(self.mesh_of(piece)) or not (is_forward or has_backward):
             return None
         makers: dict[str, Callable[[int, int], _Job]] = {
             "forward": self._forward,
@@ -162,7 +135,7 @@ class Flow:
         return makers[kind](piece, number)
 
     def _call(self, piece: int, program: Any, *args: Any) -> Call:
-        return Call(self._mesh_of(piece), program, args)
+        return Call(self.mesh_of(piece), program, args)
 
     def fetch(self, actions: Iterable[Act]) -> None:
         """Brings what actions need of other pieces to the devices of their own.
@@ -183,7 +156,7 @@ class Flow:
         self, kind: str, piece: int, number: int
     ) -> Iterator[tuple[Delivery, Callable[[list[Any]], None]]]:
         """What an action needs of each other piece, and what to do when it is there."""
-        pieces = self._pieces[number]
+        pieces = self.pieces[number]
         ends = pieces.programs[piece].ends
         if kind.startswith("forward"):
             wanted = (*ends.active, *ends.passive)
@@ -214,7 +187,7 @@ class Flow:
             self._gradients[v, number].append(gradient)
 
     def _forward(self, piece: int, number: int, is_alone: bool = False) -> "_Job":
-        pieces = self._pieces[number]
+        pieces = self.pieces[number]
         program, inputs = pieces.programs[piece], pieces.step.staged.inputs
         ends = program.ends
         weights = [self._value(inputs[n], piece, number) for n in ends.weights]
@@ -237,11 +210,12 @@ class Flow:
 
     def _take_made(self, v: Any, number: int, reader: int) -> Any:
         """A value that was made; the last of its readers takes it away."""
-        is_last = reader == max(self._pieces[number].readers[v])
+        is_last = reader == max(self.pieces[number].readers[v])
         take = self._made.pop if is_last else self._made.get
         return take((v, number), None)
 
-    def _move(self, *args: Any) -> list[Any]:
+    def move(self, *args: Any) -> list[Any]:
+        """Moves values of a microbatch, or their gradients, between two pieces."""
         return deliver([self._delivery(*args)])[0]
 
     def _delivery(
@@ -253,11 +227,11 @@ class Flow:
         target: int,
     ) -> Delivery:
         """Values of a microbatch, or their gradients, from one piece to another."""
-        program = self._pieces[number].programs[source]
+        program = self.pieces[number].programs[source]
         parcels = [
             Parcel(v.aval.shape, v.aval.dtype, program.place(v).spec) for v in variables
         ]
-        meshes = self._mesh_of(source), self._mesh_of(target)
+        meshes = self.mesh_of(source), self.mesh_of(target)
         return Delivery(values, parcels, *meshes)
 
     def _take_results(
@@ -267,21 +241,21 @@ class Flow:
         for output, value in zip(made, results, strict=True):
             source = staged.updates[output]
             if source is None:
-                self._outputs[output, number] = value
+                self.outputs[output, number] = value
             else:
-                self._current[staged.inputs[source]] = value
+                self.current[staged.inputs[source]] = value
 
     def _value(self, given: Input, piece: int, number: int) -> Any:
         """An input of the step on the devices of a piece."""
-        mesh, stage = self._mesh_of(piece), self._stage_of(piece)
+        mesh, stage = self.mesh_of(piece), self.stage_of(piece)
         if given.role == "data":
-            array = self._data[number][given.index]
-            return _put_batch(array, mesh=mesh, others=self._data[number])
+            array = self.data[number][given.index]
+            return put_batch(array, mesh=mesh, others=self.data[number])
         if (given, stage) in self._copies:
             return self._copies[given, stage]
-        return self._on_stage(self._current[given], mesh)
+        return self.on_stage(self.current[given], mesh)
 
-    def _on_stage(self, value: Any, mesh: Mesh) -> Any:
+    def on_stage(self, value: Any, mesh: Mesh) -> Any:
         """A value that is there, perhaps among other places."""
         return value if value.sharding.mesh == mesh else part_on(value, mesh)
 
@@ -292,7 +266,7 @@ class Flow:
             self._send_back(piece, number, to_active)
 
         given = (*self._kept.pop((piece, number)), self._arrived(piece, number))
-        run = self._pieces[number].programs[piece].backward
+        run = self.pieces[number].programs[piece].backward
         return _Job(self._call(piece, run, *given, self._sums_of(piece, number)), keep)
 
     def _pass_gradients_on(self, piece: int, number: int) -> "_Job":
@@ -303,23 +277,23 @@ class Flow:
             self._kept[piece, number] = (*given, between)
             self._send_back(piece, number, to_active)
 
-        run = self._pieces[number].programs[piece].input_gradients
+        run = self.pieces[number].programs[piece].input_gradients
         return _Job(self._call(piece, run, *given), keep)
 
     def _add_gradients(self, piece: int, number: int) -> "_Job":
         given = self._kept.pop((piece, number))
-        run = self._pieces[number].programs[piece].weight_gradients
+        run = self.pieces[number].programs[piece].weight_gradients
         call = self._call(piece, run, *given, self._sums_of(piece, number))
         return _Job(call, partial(self._keep_sums, piece, number))
 
     def _arrived(self, piece: int, number: int) -> list[Any]:
         """The gradients of what a piece carried on, from the pieces after it."""
-        pieces = self._pieces[number]
+        pieces = self.pieces[number]
         carried = pieces.programs[piece].ends.carried
         return [self._gradient(pieces, v, number) for v in carried]
 
     def _send_back(self, piece: int, number: int, gradients: Any) -> None:
-        active = self._pieces[number].programs[piece].ends.active
+        active = self.pieces[number].programs[piece].ends.active
         pairs = zip(active, gradients, strict=True)
         self._sent_back |= {(v, number, piece): gradient for v, gradient in pairs}
 
@@ -342,7 +316,7 @@ class Flow:
     def _sums_of(self, piece: int, number: int) -> list[Any]:
         keys = self._keys(piece, number)
         if not all(key in self._sums for key in keys):
-            zeros = self._pieces[number].programs[piece].zeros()
+            zeros = self.pieces[number].programs[piece].zeros()
             self._sums = dict(zip(keys, zeros, strict=True)) | self._sums
         return [self._sums[key] for key in keys]
 
@@ -350,179 +324,57 @@ class Flow:
         self._sums |= dict(zip(self._keys(piece, number), sums, strict=True))
 
     def _keys(self, piece: int, number: int) -> list[tuple[int, Input]]:
-        pieces = self._pieces[number]
+        pieces = self.pieces[number]
         weights = pieces.programs[piece].ends.weights
         return [(piece, pieces.step.staged.inputs[n]) for n in weights]
-
-    def logs(self) -> Any:
-        """What the step returns besides the state: of the last microbatch."""
-        pieces, number = self._pieces[-1], len(self._pieces) - 1
-        step = pieces.step
-        outputs = range(step.first, step.first + step.logs.num_leaves)
-        found = {output: self._output(output, number) for output in outputs}
-        if self._variables.mesh.is_multi_process:
-            made = [output for output in outputs if output in pieces.printer]
-            for piece in sorted({pieces.printer[output] for output in made}):
-                mine = [output for output in made if pieces.printer[output] == piece]
-                shapes = [step.staged.program.jaxpr.outvars[o].aval for o in mine]
-                values = [found[output] for output in mine]
-                spread = self._spread(values, shapes, self._stage_of(piece))
-                found |= dict(zip(mine, spread, strict=True))
-        return jax.tree.unflatten(step.logs, list(found.values()))
-
-    def spread_from_last(self, values: Any, shapes: Any) -> Any:
-        """A tree of whole values of the last stage, where this process can read it.
-
-        Arguments:
-            values: The values; None in a process that has no device of that stage.
-            shapes: Their shapes.
-        """
-        if not self._variables.mesh.is_multi_process:
-            return values
-        leaves, structure = jax.tree.flatten(shapes)
-        known = [None] * len(leaves) if values is None else jax.tree.leaves(values)
-        stage = self._stage_of(self._last)
-        return jax.tree.unflatten(structure, self._spread(known, leaves, stage))
-
-    def _spread(
-        self, values: Sequence[Any], shapes: Sequence[Any], stage: int
-    ) -> list[Any]:
-        """Values that one stage has whole, on all devices."""
-        meshes = self._variables.meshes
-        parcels = [Parcel(each.shape, each.dtype, PartitionSpec()) for each in shapes]
-        parts = [move(values, parcels, meshes[stage], mesh) for mesh in meshes]
-        return [
-            join_parts(each, self._variables.mesh) for each in zip(*parts, strict=True)
-        ]
-
-    def _output(self, output: int, number: int) -> Any:
-        """An output of a microbatch that is no state; None if others have it."""
-        step = self._pieces[number].step
-        kind, what = step.passed_on().get(output, ("made", None))
-        if kind == "made":
-            return self._outputs.get((output, number))
-        if kind == "constant":
-            return what
-        given = step.staged.inputs[what]
-        return (
-            self._data[number][given.index]
-            if given.role == "data"
-            else self._current[given]
-        )
-
-    def microbatch_shapes(self) -> tuple[Shapes, ...]:
-        """The shapes of what the forward passes make, which all processes know."""
-        found = []
-        for number, data in enumerate(self._batch.arrays):
-            step = self._pieces[number].step
-            outvars = step.staged.program.jaxpr.outvars
-            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outvars]
-            count = step.first + step.logs.num_leaves
-            flat, losses = jax.tree.unflatten(step.starts, shapes[: step.first])
-            masks = jax.tree.unflatten(step.logs, shapes[step.first : count])
-            given = map_leaves(_shape_of, data)
-            found.append(Shapes.of(Microbatch(flat, losses, masks, given)))
-        return tuple(found)
-
-    def microbatches(self) -> list[Microbatch]:
-        """What the forward passes have made, on the devices of the last stage.
-
-        Without values in a process that has none of them.
-        """
-        found = []
-        last = self._mesh_of(self._last)
-        for number, data in enumerate(self._batch.arrays):
-            step = self._pieces[number].step
-            count = step.first + step.logs.num_leaves
-            values = [self._at_the_end(output, number) for output in range(count)]
-            flat, losses = jax.tree.unflatten(step.starts, values[: step.first])
-            masks = jax.tree.unflatten(step.logs, values[step.first :])
-            if has_part(last):
-                put = partial(_put_batch, mesh=last, others=self._data[number])
-                data = map_leaves(put, data)
-            found.append(Microbatch(flat, losses, masks, data))
-        return found
-
-    def _at_the_end(self, output: int, number: int) -> Any:
-        pieces = self._pieces[number]
-        value = self._output(output, number)
-        if output not in pieces.printer:
-            return value
-        v = pieces.step.staged.program.jaxpr.outvars[output]
-        source = pieces.printer[output]
-        return self._move([value], [v], number, source, self._last)[0]
-
-    def gradients_at_home(self, found: Sequence[Any] | None) -> list[list[Any]]:
-        """Gradients of outputs, from the last stage to where the outputs were made.
-
-        Arguments:
-            found: For each microbatch a tree of them; None where there are none.
-        """
-        starts = []
-        for number, pieces in enumerate(self._pieces):
-            outvars = pieces.step.staged.program.jaxpr.outvars
-            leaves: list[Any] = [None] * pieces.step.first
-            if found is not None:
-                leaves = jax.tree.leaves(found[number])
-            moved = []
-            for output, gradient in enumerate(leaves):
-                maker = pieces.printer.get(output, self._last)
-                v = outvars[output]
-                moved += self._move([gradient], [v], number, self._last, maker)
-            starts.append(moved)
-        return starts
-
-    def read(self, given: Input, mesh: Mesh) -> Any:
-        """A variable on the devices of a stage."""
-        value, stage = self._current[given], self._variables.stage(given)
-        if stage is None:
-            return part_on(value, mesh) if has_part(mesh) else None
-        return move([value], [_parcel(value)], self._variables.meshes[stage], mesh)[0]
 
     def state(self) -> Any:
         """The state after the step."""
         return tuple(
-            [self._current[Input(role, i)] for i in range(len(values))]
+            [self.current[Input(role, i)] for i in range(len(values))]
             for role, values in zip(self._roles, self._state, strict=True)
         )
 
     def take_metrics(self, values: Sequence[Any]) -> None:
         """Takes metrics that were updated elsewhere."""
-        self._current |= {Input("metric", i): value for i, value in enumerate(values)}
+        self.current |= {Input("metric", i): value for i, value in enumerate(values)}
 
     def add_gradients_of_loss(self, gradients: dict[Input, Any]) -> None:
         """Adds gradients that do not come through the pieces; they are in the last."""
-        self._sums |= {(self._last + 1, each): g for each, g in gradients.items()}
+        self._sums |= {(self.last + 1, each): g for each, g in gradients.items()}
 
-    def _stage_of(self, piece: int) -> int:
-        return self._pieces[0].stages[piece]
+    def stage_of(self, piece: int) -> int:
+        """The stage that a piece lies on."""
+        return self.pieces[0].stages[piece]
 
-    def _mesh_of(self, piece: int) -> Mesh:
-        return self._variables.meshes[self._stage_of(piece)]
+    def mesh_of(self, piece: int) -> Mesh:
+        """The devices of a piece."""
+        return self.variables.meshes[self.stage_of(piece)]
 
     @property
-    def _last(self) -> int:
-        return len(self._pieces[-1].programs) - 1
+    def last(self) -> int:
+        """The last piece."""
+        return len(self.pieces[-1].programs) - 1
 
     def update(self, update: Callable[..., Any]) -> None:
         """Lets the optimizer update weights and its own variables."""
         weights, _, slots, _ = self._state
         self._copies.clear()
         weights, slots = update(slots, self._summed(), weights)
-        self._current |= {Input("weight", i): v for i, v in enumerate(weights)}
-        self._current |= {Input("shared", i): v for i, v in enumerate(slots)}
+        self.current |= {Input("weight", i): v for i, v in enumerate(weights)}
+        self.current |= {Input("shared", i): v for i, v in enumerate(slots)}
 
     def _summed(self) -> list[Any]:
         """The gradient of each weight, where it lives."""
         found: dict[Input, list[Any]] = defaultdict(list)
         for piece, given in sorted(self._all_sums()):
-            weight = self._current[given]
-            source = self._mesh_of(min(piece, self._last))
+            weight = self.current[given]
+            source = self.mesh_of(min(piece, self.last))
             value, there = self._sums.get((piece, given)), weight.sharding.mesh
-            found[given] += move([value], [_parcel(weight)], source, there)
+            found[given] += move([value], [parcel_of(weight)], source, there)
         weights = [Input("weight", i) for i in range(len(self._state[0]))]
         return [
-            self._gradient_of(self._current[each], found.get(each)) for each in weights
+            self._gradient_of(self.current[each], found.get(each)) for each in weights
         ]
 
     def _all_sums(self) -> set[tuple[int, Input]]:
@@ -530,7 +382,7 @@ class Flow:
         mine = set(self._sums)
         return mine | {
             key
-            for number, pieces in enumerate(self._pieces)
+            for number, pieces in enumerate(self.pieces)
             for piece, program in enumerate(pieces.programs)
             if program.has_backward
             for key in self._keys(piece, number)
@@ -543,20 +395,6 @@ class Flow:
             return jax.device_put(np.zeros(weight.shape, weight.dtype), weight.sharding)
         return add(found)
 
-    def spread_metrics(self) -> None:
-        """Gives metrics to all processes, which read them at the end of an epoch."""
-        if not self._variables.mesh.is_multi_process:
-            return
-        stage = self._stage_of(self._last)
-        there = self._variables.meshes[stage]
-        metrics = {k: v for k, v in self._current.items() if k.role == "metric"}
-        is_mine = has_part(there)
-        values = [
-            self._on_stage(v, there) if is_mine else None for v in metrics.values()
-        ]
-        found = self._spread(values, list(metrics.values()), stage)
-        self._current |= dict(zip(metrics, found, strict=True))
-
 
 class _Job(NamedTuple):
     """A program that is ready to run, and what becomes of its outputs."""
@@ -565,13 +403,11 @@ class _Job(NamedTuple):
     keep: Callable[[Any], None]
 
 
-def _parcel(value: Any) -> Parcel:
+def parcel_of(value: Any) -> Parcel:
+    """What is to be known of a value that lies on a stage."""
     return Parcel(value.shape, value.dtype, value.sharding.spec)
 
 
-def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
-
-
-def _put_batch(array: Any, *, mesh: Mesh, others: list[Any]) -> Any:
+def put_batch(array: Any, *, mesh: Mesh, others: list[Any]) -> Any:
+    """A part of a microbatch on the devices of a piece, split by sample."""
     return BatchSplit(batch_size(others), mesh).put(array)

@@ -25,8 +25,10 @@ from meshwright.parallel.plan import Plan
 from meshwright.parallel.transfers import has_part
 from meshwright.train.accumulation import why_not_a_mean
 from meshwright.train.cut import Cut, Room
+from meshwright.train.flow_ends import FlowEnds
 from meshwright.train.piece_programs import PieceProgram
-from meshwright.train.pipeline_flow import Flow, Pieces
+from meshwright.train.pieces import Pieces
+from meshwright.train.pipeline_flow import Flow
 from meshwright.train.pure_step import pure
 from meshwright.train.stage_memory import (
     StageMemory,
@@ -94,8 +96,8 @@ class PipelineStep:
         """A batch in microbatches; each goes to its stages when they need it."""
         size = batch_size(data)
         wanted = self._plan.microbatches if self._trains else 1
-        host = map_leaves(np.array, data)
-        return PlacedBatch(size, _cut_up(host, size, wanted or 1))
+        kept = map_leaves(_keep, data)
+        return PlacedBatch(size, _cut_up(kept, size, wanted or 1))
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
@@ -107,20 +109,17 @@ class PipelineStep:
         self._look(pieces, state, batch.size)
         if not self._trains:
             flow = Flow(self._variables, pieces, state, batch)
-            for piece in range(len(pieces[0].programs)):
-                actions = [("forward_only", piece, 0)]
-                flow.fetch(actions)
-                flow.act(actions)
-            logs = flow.logs()
-            flow.spread_metrics()
+            self._follow_schedule(flow, pieces, only_forward=True)
+            logs = FlowEnds(flow).logs()
+            FlowEnds(flow).spread_metrics()
         elif self._is_by_outputs(shapes):
             flow, logs = self._train_by_outputs(pieces, state, batch)
         else:
             flow = Flow(self._variables, pieces, state, batch)
             self._follow_schedule(flow, pieces)
-            logs = flow.logs()
+            logs = FlowEnds(flow).logs()
             flow.update(self._update)
-            flow.spread_metrics()
+            FlowEnds(flow).spread_metrics()
         self._newest = state = flow.state()
         return logs, self._state.keep(state)
 
@@ -201,9 +200,9 @@ class PipelineStep:
         self, pieces: list[Pieces], state: Any, batch: PlacedBatch
     ) -> tuple[Flow, Any]:
         """Goes forward twice: first for the loss of the whole batch."""
-        before = Flow(self._variables, pieces, state, batch)
-        self._follow_schedule(before, pieces, only_forward=True)
-        last = self._last_mesh
+        first = Flow(self._variables, pieces, state, batch)
+        self._follow_schedule(first, pieces, only_forward=True)
+        before, last = FlowEnds(first), self._last_mesh
         loss = self._whole_loss(before.microbatch_shapes())
         read = [before.read(each, last) for each in loss.reads]
         metrics = [before.read(Input("metric", i), last) for i in range(len(state[3]))]
@@ -216,10 +215,10 @@ class PipelineStep:
         weights = found.weights if found else [None] * len(trained)
         flow.add_gradients_of_loss(dict(zip(trained, weights, strict=True)))
         flow.update(self._update)
-        shapes = loss.shapes
-        metrics = flow.spread_from_last(found and found.metrics, shapes.metrics)
+        shapes, after = loss.shapes, FlowEnds(flow)
+        metrics = after.spread_from_last(found and found.metrics, shapes.metrics)
         flow.take_metrics(metrics)
-        return flow, flow.spread_from_last(found and found.logs, shapes.logs)
+        return flow, after.spread_from_last(found and found.logs, shapes.logs)
 
     def _make_whole_loss(self, shapes: tuple[Shapes, ...]) -> WholeLoss:
         return WholeLoss(
@@ -422,6 +421,12 @@ def _refuse_own_step(model: Any) -> None:
             "Override compute_loss instead of train_step, or train the model whole: "
             "under Mirrored, FSDP or TensorParallel, or on one device.",
         )
+
+
+def _keep(array: Any) -> Any:
+    """An array that nobody changes until it is used; NumPy's may be a user's buffer."""
+    is_whole = isinstance(array, jax.Array) and array.is_fully_addressable
+    return array if is_whole and process_count() == 1 else np.array(array)
 
 
 def _cut_up(data: Any, size: int, wanted: int) -> list[Any]:

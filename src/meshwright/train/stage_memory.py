@@ -8,7 +8,7 @@ from meshwright.errors import MemoryLimitError
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.schedules import Schedule
 from meshwright.train.piece_programs import PieceProgram
-from meshwright.train.pipeline_flow import Pieces
+from meshwright.train.pieces import Pieces
 from meshwright.train.stage_variables import StageVariables
 
 import jax
