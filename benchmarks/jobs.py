@@ -47,7 +47,7 @@ JOBS = {
         Job(name="cnn", samples=2560, batch_size=256, parameters=331_370),
         Job(name="mlp", samples=60_000, batch_size=32, parameters=25_450),
         Job(name="matmul", samples=16_384, batch_size=4096, parameters=1_055_754),
-        Job(name="deep", samples=16_384, batch_size=8192, parameters=4_506_330),
+        Job(name="deep", samples=32_768, batch_size=8192, parameters=4_506_330),
     )
 }
 
@@ -101,8 +101,10 @@ def load(job: Job, path: Path | None = None, split: str = "train") -> tuple[Any,
     return x.reshape(len(x), *((784,) if job.name == "mlp" else (28, 28, 1))), y
 
 
-def describe_data(path: Path | None = None) -> str:
-    """Which images were trained on, for the report."""
+def describe_data(path: Path | None = None, job: Job | None = None) -> str:
+    """What was trained on, for the report."""
+    if job is not None and job.name in DENSE:
+        return "random vectors"
     with np.load(path or find_mnist(), allow_pickle=False) as arrays:
         count = len(arrays["y_train"])
     return "MNIST" if count == 60_000 else f"{count:,} images of MNIST, repeated"

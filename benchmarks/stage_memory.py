@@ -69,11 +69,13 @@ def main() -> None:
     print(f"one device: {alone / 2**20:.1f} MiB")
     print("| schedule | stage | variables | gradients | kept | working | share |")
     print("|---|---|---|---|---|---|---|")
-    for schedule, remat in (("1f1b", False), ("gpipe", False), ("1f1b", True)):
-        strategy = mw.Pipeline(
-            options.stages, options.microbatches, schedule, remat=remat
-        )
-        name = f"{schedule}, remat" if remat else schedule
+    stages, number = options.stages, options.microbatches
+    for name, strategy in (
+        ("1f1b", mw.Pipeline(stages, number)),
+        ("gpipe", mw.Pipeline(stages, number, "gpipe")),
+        ("1f1b, remat", mw.Pipeline(stages, number, remat=True)),
+        ("layer-wise", mw.Layerwise(stages)),
+    ):
         for stage, found in enumerate(on_stages(model, batch, strategy)):
             parts = (found.variables, found.gradients, found.kept, found.working)
             cells = " | ".join(f"{part / 2**20:.1f} MiB" for part in parts)

@@ -193,7 +193,7 @@ def train(options: Any, follower: Follower | None = None) -> None:
         **around,
         steps=job.steps,
         device=device_kind(keras.config.backend()),
-        data=describe_data(options.data),
+        data=describe_data(options.data, job),
     )
 
 
