@@ -23,6 +23,8 @@ os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 import meshwright as mw  # noqa: E402
 from meshwright.devices.settings import current_settings, keep_settings  # noqa: E402
 
+import jax  # noqa: E402
+
 mw.configure(virtual=8)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -39,6 +41,16 @@ def clean_settings() -> Iterator[None]:
     keep_settings(before)
     mw.set_soft_placement(True)
     mw.set_placement_log(False)
+
+
+@pytest.fixture(scope="module")
+def small_programs_are_cached() -> Iterator[None]:
+    """Keeps programs that JAX finds too small, for tests that share many of them."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0.0)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import meshwright as mw
 from meshwright.errors import StrategyError
 from meshwright.strategies.strategy import Strategy
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -30,18 +29,10 @@ import test_equivalence as battery
 CPUS = [f"CPU:{i}" for i in range(8)]
 L = keras.layers
 
-pytestmark = pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_programs_are_cached() -> Iterator[None]:
-    """Schedules share most of their programs, which JAX finds too small to keep."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 0.0)
-    yield
-    jax.config.update(name, before)
-
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning"),
+    pytest.mark.usefixtures("small_programs_are_cached"),
+]
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved", "layer-wise")
 MODELS = ("cnn", "unet", "two-tower", "transformer", "lstm", "subclassed")

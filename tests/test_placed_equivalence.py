@@ -5,7 +5,7 @@ its own classes are placed nowhere, and so are on the default device.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -24,6 +24,8 @@ import test_equivalence as battery
 L = keras.layers
 DEVICES = ("CPU:1", "CPU:2", "CPU:3")
 
+pytestmark = pytest.mark.usefixtures("small_programs_are_cached")
+
 
 class LayersInTurn:
     """The layers of Keras, each made on the next device."""
@@ -37,16 +39,6 @@ class LayersInTurn:
                 return getattr(L, name)(*args, **options)
 
         return make
-
-
-@pytest.fixture(autouse=True)
-def small_programs_are_cached() -> Iterator[None]:
-    """Steps share many of their pieces, which JAX finds too small to keep."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 0.0)
-    yield
-    jax.config.update(name, before)
 
 
 def build_scattered(name: str, monkeypatch: pytest.MonkeyPatch) -> keras.Model:

@@ -13,6 +13,7 @@
     ├── PeerLostError             (TimeoutError)  a process that says nothing any more
     ├── PerReplicaError           (ValueError)    values of replicas that do not fit
     ├── PlanError                 (ValueError)    degrees that do not make a plan
+    ├── ProfileError              (ValueError)    a model whose shapes are not known
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
     ├── LearningRateError         (ValueError)    rates, rules, batches that are none
@@ -155,6 +156,12 @@ class PlanError(MeshwrightError, ValueError):
     """Degrees, devices or options that do not make a plan."""
 
     exit_code = 3
+
+
+class ProfileError(MeshwrightError, ValueError):
+    """A model that cannot be profiled, because it does not say what its shapes are."""
+
+    exit_code = 2
 
 
 class RuleError(MeshwrightError, ValueError):

@@ -1,6 +1,5 @@
 """What stages hold in memory, against what can be counted by hand."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import meshwright as mw
@@ -80,13 +79,6 @@ def test_a_stage_split_over_devices_holds_its_share() -> None:
         assert two.variables < 0.51 * one.variables + 100
 
 
-@pytest.fixture
-def limit() -> Iterator[Callable[[int], None]]:
-    """Sets a memory limit, and lifts it in the end."""
-    yield lambda size: mw.configure(memory_limit=size)
-    mw.configure(memory_limit=None)
-
-
 def refusal(strategy: Any, verb: str = "fit", **options: Any) -> MemoryLimitError:
     model, x = mw.distribute(stack(), strategy), np.zeros((BATCH, WIDTH), np.float32)
     data = (x,) if verb == "predict" else (x, x)
@@ -95,12 +87,10 @@ def refusal(strategy: Any, verb: str = "fit", **options: Any) -> MemoryLimitErro
     return caught.value
 
 
-def test_a_stage_over_the_limit_is_refused_before_it_runs(
-    limit: Callable[[int], None],
-) -> None:
+def test_a_stage_over_the_limit_is_refused_before_it_runs() -> None:
     strategy = mw.Pipeline(4, 8, devices=CPUS[:4])
     most = max(memory(strategy), key=lambda stage: stage.total)
-    limit(40_000)
+    mw.configure(memory_limit=40_000)
     error = refusal(strategy)
     received, rule, change = str(error).split("\n")
     assert received.startswith(
@@ -119,40 +109,36 @@ def test_a_stage_over_the_limit_is_refused_before_it_runs(
     assert error.needed == most.total == sum(error.by_kind.values())
 
 
-def test_the_advice_fits_what_takes_the_memory(limit: Callable[[int], None]) -> None:
-    limit(30_000)
+def test_the_advice_fits_what_takes_the_memory() -> None:
+    mw.configure(memory_limit=30_000)
     change = str(refusal(mw.Pipeline(4, 8, devices=CPUS[:4]))).split("\n")[2]
     assert change.startswith(
         "No batch size helps: use more stages, or fsdp or tensor devices in each, or "
     )
-    limit(36_000)
+    mw.configure(memory_limit=36_000)
     remat = mw.Pipeline(4, 2, remat=True, devices=CPUS[:4])
     change = str(refusal(remat)).split("\n")[2]
     assert change.startswith("Use more microbatches, or a smaller batch_size, or set ")
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
-def test_steps_that_only_go_forward_are_weighed_too(
-    verb: str, limit: Callable[[int], None]
-) -> None:
-    limit(12_000)
+def test_steps_that_only_go_forward_are_weighed_too(verb: str) -> None:
+    mw.configure(memory_limit=12_000)
     error = refusal(mw.Layerwise(4, devices=CPUS[:4]), verb)
     step = {"evaluate": "test_step", "predict": "predict_step"}[verb]
     assert str(error).startswith(f"{step} of 'stack' with a batch of 64 needs ")
     assert error.by_kind["gradients"] == 0
 
 
-def test_what_fits_the_limit_trains(limit: Callable[[int], None]) -> None:
+def test_what_fits_the_limit_trains() -> None:
     strategy = mw.Pipeline(4, 8, devices=CPUS[:4])
-    limit(max(stage.total for stage in memory(strategy)))
+    mw.configure(memory_limit=max(stage.total for stage in memory(strategy)))
     model, x = mw.distribute(stack(), strategy), np.zeros((BATCH, WIDTH), np.float32)
     model.fit(x, x, batch_size=BATCH, verbose=0)
     model.predict(x, batch_size=BATCH, verbose=0)
 
 
-def test_layers_that_were_put_on_devices_by_hand_are_weighed_too(
-    limit: Callable[[int], None],
-) -> None:
+def test_layers_that_were_put_on_devices_by_hand_are_weighed_too() -> None:
     inputs = keras.Input((WIDTH,))
     with mw.device("CPU:1"):
         hidden = keras.layers.Dense(WIDTH, name="small")(inputs)
@@ -160,11 +146,11 @@ def test_layers_that_were_put_on_devices_by_hand_are_weighed_too(
         outputs = keras.layers.Dense(4 * WIDTH, name="large")(hidden)
     model = keras.Model(inputs, outputs, name="placed")
     model.compile(optimizer="adam", loss="mse")
-    limit(40_000)
+    mw.configure(memory_limit=40_000)
     x, y = np.zeros((8, WIDTH), np.float32), np.zeros((8, 4 * WIDTH), np.float32)
     with pytest.raises(MemoryLimitError, match="on each device of stage 1"):
         model.fit(x, y, verbose=0)
-    limit(200_000)
+    mw.configure(memory_limit=200_000)
     model.fit(x, y, verbose=0)
 
 

@@ -20,7 +20,7 @@ def count_flops(program: ClosedJaxpr | Jaxpr) -> int:
     2000
     """
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    return sum(_flops(operation) for operation in jaxpr.eqns)
+    return sum(flops_of(operation) for operation in jaxpr.eqns)
 
 
 FLOPS_PER_BYTE = 10
@@ -32,7 +32,7 @@ def cost_of(operation: Any) -> int:
     if operation.primitive.name == "stop_gradient":
         return 0  # it is not there any more when a program is compiled
     made = sum(_bytes(v) for v in operation.outvars)
-    return _flops(operation) + FLOPS_PER_BYTE * made
+    return flops_of(operation) + FLOPS_PER_BYTE * made
 
 
 def _bytes(variable: Any) -> int:
@@ -59,7 +59,8 @@ def inner_programs(operation: Any) -> list[Jaxpr]:
     return found
 
 
-def _flops(operation: Any) -> int:
+def flops_of(operation: Any) -> int:
+    """The floating point operations of one operation, with what is inside of it."""
     inner = inner_programs(operation)
     if inner:
         times = int(operation.params.get("length", 1))
