@@ -142,6 +142,41 @@ def test_callbacks_can_call_a_model_while_it_trains() -> None:
     np.testing.assert_allclose(last, model.predict(X, verbose=0), atol=1e-6)
 
 
+class Counting(keras.layers.Layer):
+    """Multiplies what comes late by what it knew before it saw what came early."""
+
+    def build(self, *shapes: Any) -> None:
+        self.seen = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        early, late = inputs
+        before = self.seen.value
+        self.seen.assign(before + keras.ops.mean(keras.ops.abs(early)))
+        return late * before
+
+
+def build_counting(first: str | None, second: str | None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    with mw.device(first):
+        early = L.Dense(4)(inputs)
+    with mw.device(second):
+        late = L.Dense(4)(early)
+    with mw.device(first):
+        outputs = L.Dense(1)(Counting()([early, late]))
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def test_a_state_that_is_read_after_its_update_is_the_one_before() -> None:
+    """The layer reads it when the late input arrives, and updates it much earlier."""
+    expected, model = build_counting(None, None), build_counting("CPU:1", "CPU:2")
+    for each in (expected, model):
+        each.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    battery.assert_equal_weights(model, expected, 2e-5)
+
+
 def test_optimizer_state_lies_with_its_weights() -> None:
     model = split_model()
     model.fit(X, Y, verbose=0)

@@ -256,6 +256,15 @@ def _is_split(model: Any) -> bool:
     return len({name for _, name in homes_of(model)}) > 1
 
 
+def _runs_elsewhere(model: Any) -> bool:
+    """Whether steps of a model put its values where they belong."""
+    if getattr(model, STEP_MAKER, None) is not None:
+        return True
+    functions = (model.train_function, model.test_function, model.predict_function)
+    steps = [getattr(each, "guarded", None) for each in functions]
+    return any(step and not isinstance(step, GuardedStep) for step in steps)
+
+
 def _read_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with reading_as_they_are():
         return original(self, *args, **kwargs)
@@ -263,8 +272,7 @@ def _read_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _take_state_back(original: Any, self: Any) -> None:
     state = getattr(self, "_jax_state", None)
-    is_placed = getattr(self, STEP_MAKER, None) is not None or _is_split(self)
-    if not is_placed or not state or self._jax_state_synced:
+    if not _runs_elsewhere(self) or not state or self._jax_state_synced:
         original(self)
         return
     give_values(self, tuple(values for values in state.values() if values is not None))

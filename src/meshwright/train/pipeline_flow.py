@@ -72,6 +72,8 @@ class Flow:
             for role, values in zip(self._roles, state, strict=True)
             for i, value in enumerate(values)
         }
+        # Several pieces of one stage may read a state, before and after its update.
+        self._read = dict(self.current) if len(pieces) == 1 else self.current
         self._made: dict[tuple[Any, int], Any] = {}
         self._values: dict[tuple[Any, int, int], Any] = {}
         self._sent_back: dict[tuple[Any, int, int], Any] = {}
@@ -253,7 +255,7 @@ class Flow:
             return put_batch(array, mesh=mesh, others=self.data[number])
         if (given, stage) in self._copies:
             return self._copies[given, stage]
-        return self.on_stage(self.current[given], mesh)
+        return self.on_stage(self._read[given], mesh)
 
     def on_stage(self, value: Any, mesh: Mesh) -> Any:
         """A value that is there, perhaps among other places."""
