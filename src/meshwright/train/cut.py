@@ -21,6 +21,8 @@ class PieceMap(NamedTuple):
     """For each operation the pieces that compute it."""
     stages: Sequence[int]
     """The stage of each piece, in the order in which they compute."""
+    phases: Sequence[int]
+    """Pieces of one phase do not wait for each other."""
 
 
 class Room(NamedTuple):
@@ -59,8 +61,13 @@ class Cut(Protocol):
     def stage(self, given: Input) -> int | None:
         """The stage that a variable lives on; None for those that are everywhere."""
 
-    def ticks(self, num_microbatches: int, num_pieces: int) -> list[list[Act]]:
-        """What is to be done in a training step; things in a list are independent."""
+    def ticks(self, num_microbatches: int, phases: Sequence[int]) -> list[list[Act]]:
+        """What is to be done in a training step; things in a list are independent.
+
+        Arguments:
+            num_microbatches: Of the batch.
+            phases: Of the pieces of the step.
+        """
 
     def mark(self, variable: Any, place: NamedSharding) -> None:
         """Notes at a variable of the model where its steps keep it."""

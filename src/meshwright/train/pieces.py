@@ -15,17 +15,23 @@ class Pieces:
         step: The step.
         programs: What each piece does.
         stages: The stage that each piece lies on.
+        phases: Pieces of one phase do not wait for each other.
         maker: The piece that makes a value which others read.
         readers: The pieces that read it.
         printer: The piece that makes an output of the step, by number.
     """
 
     def __init__(
-        self, step: StagedStep, programs: list[PieceProgram], stages: Sequence[int]
+        self,
+        step: StagedStep,
+        programs: list[PieceProgram],
+        stages: Sequence[int],
+        phases: Sequence[int],
     ) -> None:
         self.step = step
         self.programs = programs
         self.stages = stages
+        self.phases = phases
         self.maker: dict[Any, int] = {}
         self.readers: dict[Any, list[int]] = defaultdict(list)
         self.printer: dict[int, int] = {}

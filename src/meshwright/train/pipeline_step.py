@@ -189,7 +189,7 @@ class PipelineStep:
             pieces: The pieces of each microbatch.
             only_forward: Whether only the forward passes are wanted, without gradients.
         """
-        for actions in self._cut.ticks(len(pieces), len(pieces[0].programs)):
+        for actions in self._cut.ticks(len(pieces), pieces[0].phases):
             if only_forward:
                 forward = [(p, m) for kind, p, m in actions if kind == "forward"]
                 actions = [("forward_only", p, m) for p, m in forward]
@@ -271,7 +271,7 @@ class PipelineStep:
 
     def _pieces(self, shapes: Shapes) -> Pieces:
         step = self._trace(shapes.tree)
-        owners, stages = self._cut.assign(step.staged, self._room)
+        owners, stages, phases = self._cut.assign(step.staged, self._room)
         parts = split_program(step.staged.program, owners, len(stages))
         size = _num_samples(shapes.tree)
         meshes = [self._variables.meshes[stage] for stage in stages]
@@ -286,7 +286,7 @@ class PipelineStep:
             )
             for part, mesh in zip(parts, meshes, strict=True)
         ]
-        return Pieces(step, programs, stages)
+        return Pieces(step, programs, stages, phases)
 
     @property
     def _room(self) -> Room | None:

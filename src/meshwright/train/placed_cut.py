@@ -49,7 +49,7 @@ class PlacedCut:
         self.shares: list[float] = []
         self.because = "layers were put on other devices"
         self._model = model
-        self._phases: list[int] = []
+        self._default = default_device()
 
     def keep_for(self, variables: Sequence[Any]) -> None:
         """Nothing to forget: the variables themselves know where they live."""
@@ -62,23 +62,21 @@ class PlacedCut:
                 "state": self._model.non_trainable_variables,
             }
             home = home_of(lists[given.role][given.index])
-            return self.devices.index(home or default_device())
-        name = default_device()
-        return self.devices.index(name) if name in self.devices else 0
+            return self.devices.index(home or self._default)
+        return self.devices.index(self._default) if self._default in self.devices else 0
 
     def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
         """Decides which piece computes which operation of a step."""
-        places = [self._place(each) for each in staged.inputs]
-        told = self._told(staged, places)
-        number = len(self.devices)
-        units, owners = scatter(staged.program, places, number, told)
+        homes = [self._home(each) for each in staged.inputs]
+        told, number = self._told(staged, homes), len(self.devices)
+        units, owners = scatter(staged.program, homes, number, told)
         units, owners = _without_empty(units, owners)
         self.layers = layers_of_pieces(staged, owners, len(units))
         self.shares = shares_of_pieces(staged, owners, len(units))
-        self._phases = [unit.phase for unit in units]
-        return PieceMap(owners, [unit.place for unit in units])
+        places = [unit.place for unit in units]
+        return PieceMap(owners, places, [unit.phase for unit in units])
 
-    def _place(self, given: Input) -> int | None:
+    def _home(self, given: Input) -> int | None:
         return None if given.role == "data" else self.stage(given)
 
     def _told(
@@ -101,12 +99,12 @@ class PlacedCut:
                 found[number] = homes[max(read, key=bytes_of)]
         return found
 
-    def ticks(self, num_microbatches: int, num_pieces: int) -> list[list[Act]]:
+    def ticks(self, num_microbatches: int, phases: Sequence[int]) -> list[list[Act]]:
         """All forward, then all back; what does not wait for others, side by side."""
-        groups = groupby(range(num_pieces), key=lambda piece: self._phases[piece])
-        phases = [list(group) for _, group in groups]
-        forward = [[("forward", piece, 0) for piece in phase] for phase in phases]
-        back = [[("backward", piece, 0) for piece in each] for each in phases[::-1]]
+        groups = groupby(range(len(phases)), key=lambda piece: phases[piece])
+        together = [list(group) for _, group in groups]
+        forward = [[("forward", piece, 0) for piece in each] for each in together]
+        back = [[("backward", piece, 0) for piece in each] for each in together[::-1]]
         return [*forward, *back]
 
     def mark(self, variable: Any, place: NamedSharding) -> None:

@@ -63,7 +63,7 @@ class StageCut:
     def _stage_of(self, piece: int) -> int:
         return piece % self._plan.stages
 
-    def ticks(self, num_microbatches: int, num_pieces: int) -> list[list[Act]]:
+    def ticks(self, num_microbatches: int, phases: Sequence[int]) -> list[list[Act]]:
         """The actions of the plan's schedule, by tick."""
         actions = self._schedule(num_microbatches).actions
         return [
@@ -90,8 +90,9 @@ class StageCut:
 
     def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
         """Decides which piece computes which operation of a step."""
-        stages = [self._stage_of(piece) for piece in range(self._plan.num_pieces)]
-        return PieceMap(self._assign(staged, room).owners, stages)
+        pieces = range(self._plan.num_pieces)
+        stages = [self._stage_of(piece) for piece in pieces]
+        return PieceMap(self._assign(staged, room).owners, stages, pieces)
 
     def _assign(self, staged: StagedProgram, room: Room | None) -> Assignment:
         if self._homes is not None:
