@@ -384,7 +384,7 @@ def test_an_operation_that_is_larger_than_a_device_is_refused() -> None:
     )
     assert received == (
         "jit in table of 'wide' needs 62.5 KiB for its weights, their gradients and "
-        "optimizer state, and 1.0 KiB for what it makes of a microbatch; a device has "
+        "optimizer state, and 0 B for what it makes of a microbatch; a device has "
         "39.1 KiB."
     )
     assert rule == "A stage has one operation at the least, so no cut helps."

@@ -3,6 +3,7 @@
 from typing import Any
 
 import meshwright as mw
+from meshwright.devices.runtime import usable_memory
 from meshwright.errors import MemoryLimitError
 from meshwright.strategies.attach import place, step_over_mesh
 from meshwright.train.mesh_step import training_state
@@ -164,3 +165,10 @@ def test_the_placement_log_names_the_stages_of_layers(
     lines = [m for m in caplog.messages if m.startswith("Running train_step")]
     assert len(lines) == LAYERS, "once for a size of batches"
     assert [line.split("CPU:")[1][0] for line in lines] == list("00112233")
+
+
+def test_devices_have_the_memory_that_they_are_given() -> None:
+    """A GPU has its own, too; CPU devices share that of the host."""
+    assert usable_memory(jax.devices()[3]) is None
+    mw.configure(memory_limit="24MiB")
+    assert usable_memory(jax.devices()[3]) == 24 * 2**20

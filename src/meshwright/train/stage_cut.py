@@ -27,6 +27,8 @@ from meshwright.train.cut import Act, PieceMap, Room
 
 from jax.sharding import NamedSharding
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
 GOOD_ENOUGH = 1.08
 """Cuts between layers may make the slowest piece slower by this much than others."""
 
@@ -169,11 +171,14 @@ class StageCut:
         return [int(copies * weight + alive * each / parts) for weight, each in pairs]
 
     def _refuse_large_operation(self, staged: StagedProgram, room: Room) -> None:
+        """Counts what is certain: other outputs than products may never be stored."""
         plan = self._plan
-        shares = plan.fsdp * plan.tensor, plan.data * plan.fsdp
+        devices = plan.fsdp * plan.tensor
         for number, operation in enumerate(staged.program.jaxpr.eqns):
-            weights = int(room.copies * staged.brings[number] / shares[0])
-            outputs = staged.makes[number] // shares[1]
+            weights = int(room.copies * staged.brings[number] / devices)
+            is_product = operation.primitive.name in PRODUCTS
+            made = staged.makes[number] if is_product else 0
+            outputs = made // (plan.data * devices)
             if weights + outputs > room.limit:
                 layers = "/".join(staged.layers[number]) or "no layer"
                 raise MemoryLimitError(
