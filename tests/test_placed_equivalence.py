@@ -12,7 +12,8 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.devices.runtime import names_of
-from meshwright.errors import StrategyError
+from meshwright.errors import PlacementError, StrategyError
+from meshwright.train import placed_step
 
 import jax
 import keras
@@ -128,6 +129,74 @@ def test_a_trained_model_can_be_called_and_changed_as_before() -> None:
     model.fit(X, Y, verbose=0)
     assert not np.array_equal(second.kernel.numpy(), assigned)
     np.testing.assert_allclose(second.kernel.numpy(), assigned, atol=0.1)
+
+
+def frozen_on_the_way(model: keras.Model) -> keras.Model:
+    model.fit(X, Y, shuffle=False, verbose=0)
+    model.get_layer("second").trainable = False
+    model.compile(optimizer="adam", loss="mse")
+    model.fit(X, Y, shuffle=False, verbose=0)
+    return model
+
+
+def unplaced() -> keras.Model:
+    """The same model on one device."""
+    model = keras.models.clone_model(split_model())
+    model.set_weights(split_model().get_weights())
+    model.compile(optimizer="adam", loss="mse")
+    return model
+
+
+def test_layers_can_be_frozen_and_models_compiled_again() -> None:
+    ours, theirs = frozen_on_the_way(split_model()), frozen_on_the_way(unplaced())
+    for a, b in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_what_is_frozen_without_compiling_again_is_still_evaluated_right() -> None:
+    model = split_model()
+    model.get_layer("first").trainable = False
+    model.compile(optimizer="sgd", loss="mse")
+    before = model.evaluate(X, Y, verbose=0)
+    model.get_layer("first").trainable = True
+    model.get_layer("second").trainable = False
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(before, rel=1e-6)
+
+
+def test_a_trained_model_can_be_part_of_another() -> None:
+    inner = split_model()
+    inner.fit(X, Y, verbose=0)
+    outer = keras.Sequential([keras.Input((6,)), inner, L.Dense(1)])
+    outer.compile(optimizer="sgd", loss="mse")
+    before = inner.get_weights()
+    outer.fit(X, Y, verbose=0)
+    assert not np.array_equal(inner.get_weights()[0], before[0])
+    assert where(inner.get_layer("second").kernel) == "CPU:2"
+
+
+def test_predicting_again_traces_nothing() -> None:
+    model = split_model()
+    model.predict(X, verbose=0)
+    step = model.predict_function.guarded
+    model.predict(X, verbose=0)
+    assert model.predict_function.guarded is step
+
+
+def test_in_a_run_of_several_processes_placed_models_are_only_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = split_model().evaluate(X, Y, verbose=0)
+    model = split_model()
+    monkeypatch.setattr(placed_step, "process_count", lambda: 2)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(PlacementError) as caught:
+        model.fit(X, Y, verbose=0)
+    assert str(caught.value).split("\n") == [
+        "fit was called on 'split', whose layers live on several devices, in one of 2 "
+        "processes.",
+        "Layers that were put on devices by hand are the business of one process.",
+        "Build the model in the scope of meshwright.Pipeline, which spans them.",
+    ]
 
 
 def test_callbacks_can_call_a_model_while_it_trains() -> None:

@@ -128,6 +128,20 @@ def test_a_model_that_does_not_know_its_inputs_is_shown_some() -> None:
     assert (layer.name, layer.parameters) == ("dense", 18)
 
 
+def test_a_model_whose_inputs_may_have_any_length_is_shown_some() -> None:
+    layers = [keras.Input((None, 8)), L.Dense(4)]
+    model = keras.Sequential(layers, name="any")
+    with pytest.raises(ProfileError) as caught:
+        profile_model(model, 2)
+    assert str(caught.value).split("\n") == [
+        "'any' takes inputs of shape (None, None, 8).",
+        "How much there is to do depends on every dim.",
+        "Pass a batch of inputs, or its shapes, as data.",
+    ]
+    found = profile_model(model, 2, jax.ShapeDtypeStruct((2, 5, 8), np.float32))
+    assert found.flops == 2 * 2 * 5 * 8 * 4 + 4 + 2 * 5 * 4
+
+
 def test_a_model_that_is_not_built_is_refused() -> None:
     with pytest.raises(ProfileError) as caught:
         profile_model(Subclassed(), 7)

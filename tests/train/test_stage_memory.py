@@ -29,8 +29,8 @@ def stack() -> keras.Model:
     return model
 
 
-def memory(strategy: Any) -> Any:
-    model, batch = stack(), (np.zeros((BATCH, WIDTH), np.float32),) * 2
+def memory(strategy: Any, model: Any = None) -> Any:
+    model, batch = model or stack(), (np.zeros((BATCH, WIDTH), np.float32),) * 2
     place(model, strategy)
     cut = StageCut(model.name, strategy.plan)
     step: Any = step_over_mesh(model, jax.jit(model.train_step), strategy, cut)
@@ -100,8 +100,8 @@ def test_a_stage_over_the_limit_is_refused_before_it_runs() -> None:
     assert "of stage 0 (variables 24.0 KiB, gradients 8.0 KiB, kept for " in received
     assert received.endswith("; the limit is 39.1 KiB.")
     assert rule == (
-        "What a stage keeps, and what its largest program needs, must fit the memory "
-        "limit of each device."
+        "What a device keeps, and what its largest program needs, must fit its memory "
+        "limit."
     )
     assert change == (
         "Use remat=True, more microbatches, or a smaller batch_size, or set "
@@ -149,10 +149,42 @@ def test_layers_that_were_put_on_devices_by_hand_are_weighed_too() -> None:
     model.compile(optimizer="adam", loss="mse")
     mw.configure(memory_limit=40_000)
     x, y = np.zeros((8, WIDTH), np.float32), np.zeros((8, 4 * WIDTH), np.float32)
-    with pytest.raises(MemoryLimitError, match="on each device of stage 1"):
+    with pytest.raises(MemoryLimitError) as caught:
         model.fit(x, y, verbose=0)
+    received, _, change = str(caught.value).split("\n")
+    assert " on /device:CPU:2 (variables " in received
+    assert change.startswith(
+        "No batch size helps: put layers on other devices, or set memory_limit to "
+    )
+    mw.configure(memory_limit=68_000)
+    with pytest.raises(MemoryLimitError) as caught:
+        model.fit(x, y, verbose=0)
+    _, _, change = str(caught.value).split("\n")
+    assert change.startswith("Use a smaller batch_size, put layers on other devices, ")
     mw.configure(memory_limit=200_000)
     model.fit(x, y, verbose=0)
+
+
+def test_every_new_shape_is_weighed() -> None:
+    model = keras.Sequential([keras.Input((None, 8)), keras.layers.Dense(8)])
+    model.compile(optimizer="sgd", loss="mse")
+    mw.distribute(model, mw.Layerwise(2, devices=CPUS[:2]))
+    mw.configure(memory_limit=200_000)
+    short, long = (np.zeros((4, n, 8), np.float32) for n in (2, 4000))
+    model.fit(short, short, verbose=0)
+    with pytest.raises(MemoryLimitError):
+        model.fit(long, long, verbose=0)
+
+
+def test_a_weight_that_two_stages_read_takes_memory_on_both() -> None:
+    shared = keras.layers.Dense(WIDTH, use_bias=False)
+    inputs = keras.Input((WIDTH,))
+    outputs = shared(keras.layers.Dense(WIDTH, use_bias=False)(shared(inputs)))
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer="sgd", loss="mse")
+    first, second = memory(mw.Layerwise(2, devices=CPUS[:2]), model)
+    both = 2 * WIDTH * WIDTH * 4
+    assert 0 <= first.variables + second.variables - both - WIDTH * WIDTH * 4 < 100
 
 
 def test_the_placement_log_names_the_stages_of_layers(

@@ -69,6 +69,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_NEWEST_STEP = "_meshwright_newest_step"
+"""The attribute of a model with the step that was made for it last."""
+
 
 @functools.cache
 def install_keras_hooks() -> None:
@@ -180,7 +183,9 @@ def _for_eager_work(variable: Any, value: Any) -> Any:
         return jax.device_put(value, jax.local_devices()[0])
     if getattr(variable, PLACED_MARK, False) and variable._layout is None:
         (device,) = value.devices()
-        variable._value = value = _bring(value, device)
+        # Keras may be tracing, and the variable must not get a tracer for a value.
+        with jax.ensure_compile_time_eval():
+            variable._value = value = _bring(value, device)
     return value
 
 
@@ -224,6 +229,9 @@ def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(getattr(self, name), "guarded"):
             setattr(self, name, None)
     original(self, *args, **kwargs)
+    # Keras wraps what predicts once more.
+    if self.predict_function is not None:
+        self.predict_function.guarded = getattr(self, _NEWEST_STEP, None)
 
 
 def _make_guarded_function(
@@ -241,6 +249,7 @@ def _make_guarded_function(
             return run(state, iterator)
 
     run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
+    object.__setattr__(self, _NEWEST_STEP, guarded)
     return run_or_give_back
 
 

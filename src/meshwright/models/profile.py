@@ -239,10 +239,15 @@ def _own_inputs(model: Any, batch_size: int) -> Any:
             "some.",
             "Pass a batch of inputs, or its shapes, as data.",
         )
+    for each in jax.tree.leaves(inputs):
+        if None in each.shape[1:]:
+            raise ProfileError(
+                f"{model.name!r} takes inputs of shape {each.shape}.",
+                "How much there is to do depends on every dim.",
+                "Pass a batch of inputs, or its shapes, as data.",
+            )
     return jax.tree.map(
-        lambda each: jax.ShapeDtypeStruct(
-            tuple(batch_size if dim is None else dim for dim in each.shape), each.dtype
-        ),
+        lambda each: jax.ShapeDtypeStruct((batch_size, *each.shape[1:]), each.dtype),
         inputs,
     )
 

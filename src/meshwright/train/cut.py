@@ -69,6 +69,17 @@ class Cut(Protocol):
             phases: Of the pieces of the step.
         """
 
+    def name_of(self, stage: int) -> str:
+        """What users call a device of a stage."""
+
+    def relief(self, is_fixed: bool, has_gradients: bool) -> str:
+        """What helps if a stage needs too much memory.
+
+        Arguments:
+            is_fixed: Whether it does so for batches of any size.
+            has_gradients: Whether it is in training that it does.
+        """
+
     def mark(self, variable: Any, place: NamedSharding) -> None:
         """Notes at a variable of the model where its steps keep it."""
 

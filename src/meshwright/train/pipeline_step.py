@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,18 +79,28 @@ class PipelineStep:
         self._function = pure(model, step.__name__, step.__wrapped__)
         self._plan = plan
         self._cut = cut
-        self._variables = StageVariables(model, plan, mesh, cut)
+        self._mesh = mesh
         self._state = StepState(model)
         self._newest: Any = None
         self.giving_back = self._state.giving_back
-        self.pieces = cache(self._pieces)
-        self._whole_loss = cache(self._make_whole_loss)
-        self._why_no_mean = cache(self._find_why_no_mean)
         self._outputs_of = OutputsOf(model)
         self._has_run = False
-        self._seen: set[Any] = set()
+        self._start_anew()
         if self._trains:
             _refuse_own_step(model)
+
+    def _start_anew(self) -> None:
+        """Forgets what is known by the places of variables in their lists."""
+        self._variables = StageVariables(self._model, self._plan, self._mesh, self._cut)
+        self._places = self._places_of_variables()
+        self.pieces = cache(self._pieces)
+        self._update = cache(self._make_update)
+        self._whole_loss = cache(self._make_whole_loss)
+        self._why_no_mean = cache(self._find_why_no_mean)
+        self._seen: set[Any] = set()
+
+    def _places_of_variables(self) -> list[list[int]]:
+        return [[id(v) for v in group] for group in variables_of(self._model, ((), ()))]
 
     def put(self, data: Any) -> PlacedBatch:
         """A batch in microbatches; each goes to its stages when they need it."""
@@ -103,10 +113,12 @@ class PipelineStep:
         """Runs one step on a batch of any size; returns what Keras' step does."""
         batch = data if isinstance(data, PlacedBatch) else self.put(data)
         self._refuse_few_samples(batch.size)
+        if state is not self._newest and self._places_of_variables() != self._places:
+            self._start_anew()  # layers have been frozen, or are trained again
         shapes = [Shapes.of(each) for each in batch.arrays]
         pieces = [self.pieces(each) for each in shapes]
         state = self._lay_out(state)
-        self._look(pieces, state, batch.size)
+        self._look(tuple(shapes), pieces, state, batch.size)
         if not self._trains:
             flow = Flow(self._variables, pieces, state, batch)
             self._follow_schedule(flow, pieces, only_forward=True)
@@ -118,7 +130,7 @@ class PipelineStep:
             flow = Flow(self._variables, pieces, state, batch)
             self._follow_schedule(flow, pieces)
             logs = FlowEnds(flow).logs()
-            flow.update(self._update)
+            flow.update(self._update())
             FlowEnds(flow).spread_metrics()
         self._newest = state = flow.state()
         return logs, self._state.keep(state)
@@ -133,21 +145,23 @@ class PipelineStep:
         schedule = self._plan.schedule_of(len(pieces)) if self._trains else None
         return memory_of_stages(pieces[0], self._variables, state, schedule)
 
-    def _look(self, pieces: list[Pieces], state: Any, size: int) -> None:
-        """Refuses a step over the limit, and logs it; once for each new size."""
+    def _look(
+        self, shapes: tuple[Shapes, ...], pieces: list[Pieces], state: Any, size: int
+    ) -> None:
+        """Refuses a step over the limit, and logs it; once for all new shapes."""
         limit, logging = current_settings().memory_limit, log_number()
-        if (size, limit, logging) in self._seen:
+        if (shapes, limit, logging) in self._seen:
             return
         if limit is not None:
             what = f"{self._name} of {self._model.name!r} with a batch of {size}"
             if len(pieces) > 1:
                 what += f" in {len(pieces)} microbatches"
             found = self._memory(pieces, state)
-            refuse_stages_over_limit(found, limit, what, self._plan)
+            refuse_stages_over_limit(found, limit, what, self._cut)
         if logging:
             variables = variables_of(self._model, state)
             log_step(self._model, self._name, variables, state)
-        self._seen.add((size, limit, logging))
+        self._seen.add((shapes, limit, logging))
 
     def describe(self, data: Any) -> list[str]:
         """Which layers are in which stage, and what passes between them."""
@@ -214,7 +228,7 @@ class PipelineStep:
         trained = [each for each in loss.reads if each.role == "weight"]
         weights = found.weights if found else [None] * len(trained)
         flow.add_gradients_of_loss(dict(zip(trained, weights, strict=True)))
-        flow.update(self._update)
+        flow.update(self._update())
         shapes, after = loss.shapes, FlowEnds(flow)
         metrics = after.spread_from_last(found and found.metrics, shapes.metrics)
         flow.take_metrics(metrics)
@@ -385,8 +399,7 @@ class PipelineStep:
         place = sharding(self._template, self._variables.spec(variable))
         return jax.lax.with_sharding_constraint(value, gathered(place))
 
-    @cached_property
-    def _update(self) -> StageUpdate:
+    def _make_update(self) -> StageUpdate:
         weights, _, slots, _ = self._state_shapes(4)
         known, model = self._variables, self._model
         lists: dict[Role, Any] = {

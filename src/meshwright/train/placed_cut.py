@@ -18,6 +18,7 @@ from meshwright.models.parts import Owners, bytes_of
 from meshwright.models.scattering import Unit, scatter
 from meshwright.models.stages import (
     Input,
+    Role,
     StagedProgram,
     layers_of_pieces,
     scopes_of,
@@ -50,20 +51,38 @@ class PlacedCut:
         self.because = "layers were put on other devices"
         self._model = model
         self._default = default_device()
+        self._homes: dict[Input, int] = {}
 
     def keep_for(self, variables: Sequence[Any]) -> None:
-        """Nothing to forget: the variables themselves know where they live."""
+        """Asks the variables where they live."""
+        lists: dict[Role, Any] = {
+            "weight": self._model.trainable_variables,
+            "state": self._model.non_trainable_variables,
+        }
+        self._homes = {
+            Input(role, i): self.devices.index(home_of(variable) or self._default)
+            for role, group in lists.items()
+            for i, variable in enumerate(group)
+        }
 
     def stage(self, given: Input) -> int | None:
         """The stage of the device that a variable lives on."""
-        if given.role in ("weight", "state"):
-            lists = {
-                "weight": self._model.trainable_variables,
-                "state": self._model.non_trainable_variables,
-            }
-            home = home_of(lists[given.role][given.index])
-            return self.devices.index(home or self._default)
+        return self._homes.get(given, self._stage_of_the_rest)
+
+    @property
+    def _stage_of_the_rest(self) -> int:
         return self.devices.index(self._default) if self._default in self.devices else 0
+
+    def name_of(self, stage: int) -> str:
+        """The device."""
+        return self.devices[stage]
+
+    def relief(self, is_fixed: bool, has_gradients: bool) -> str:
+        """What helps if a stage needs too much memory."""
+        more = "put layers on other devices"
+        if is_fixed:
+            return f"No batch size helps: {more}"
+        return f"Use a smaller batch_size, {more}"
 
     def assign(self, staged: StagedProgram, room: Room | None = None) -> PieceMap:
         """Decides which piece computes which operation of a step."""

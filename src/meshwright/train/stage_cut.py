@@ -73,6 +73,19 @@ class StageCut:
             for _, group in groupby(actions, key=lambda action: action.tick)
         ]
 
+    def name_of(self, stage: int) -> str:
+        """The stage."""
+        return f"each device of stage {stage}"
+
+    def relief(self, is_fixed: bool, has_gradients: bool) -> str:
+        """What helps if a stage needs too much memory."""
+        if is_fixed:
+            more = "use more stages, or fsdp or tensor devices in each"
+            return f"No batch size helps: {more}"
+        if has_gradients and not self._plan.remat:
+            return "Use remat=True, more microbatches, or a smaller batch_size"
+        return "Use more microbatches, or a smaller batch_size"
+
     def mark(self, variable: Any, place: NamedSharding) -> None:
         """Makes a variable keep to its stage, and tells eager work that it does."""
         variable._layout = place
@@ -128,7 +141,8 @@ class StageCut:
         ]
         anywhere = self._balanced(staged, staged.is_cuttable, room)
         if anywhere is None and room is not None:
-            # The estimate is on the safe side; programs are weighed when compiled.
+            # The estimate is on the safe side; a limit is checked once more, with what
+            # the compiler says.
             room = None
             anywhere = self._balanced(staged, staged.is_cuttable, room)
         if anywhere is None:

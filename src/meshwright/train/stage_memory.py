@@ -5,8 +5,8 @@ from typing import Any
 
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import MemoryLimitError
-from meshwright.parallel.plan import Plan
 from meshwright.parallel.schedules import Schedule
+from meshwright.train.cut import Cut
 from meshwright.train.piece_programs import PieceProgram
 from meshwright.train.pieces import Pieces
 from meshwright.train.stage_variables import StageVariables
@@ -59,7 +59,8 @@ def memory_of_stages(
         kept = max(largest * most, sum(each.kept for each in mine))
         found.append(
             StageMemory(
-                variables=_held(state, variables, stage),
+                variables=_held(state, variables, stage)
+                + _copied(pieces, variables, stage),
                 gradients=sum(each.gradients for each in mine),
                 kept=kept,
                 working=max((each.working for each in mine), default=0),
@@ -69,7 +70,7 @@ def memory_of_stages(
 
 
 def refuse_stages_over_limit(
-    found: list[StageMemory], limit: int, what: str, plan: Plan
+    found: list[StageMemory], limit: int, what: str, cut: Cut
 ) -> None:
     """Raises `MemoryLimitError` if a stage needs more than its devices may use.
 
@@ -77,7 +78,7 @@ def refuse_stages_over_limit(
         found: What each stage needs.
         limit: Bytes that a device may use.
         what: The step, in words.
-        plan: The plan, for the advice.
+        cut: Where the model is cut, for the advice.
     """
     stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
     if most.total <= limit:
@@ -89,25 +90,18 @@ def refuse_stages_over_limit(
         "programs": most.working,
     }
     parts = ", ".join(f"{k} {format_bytes(b)}" for k, b in kinds.items() if b)
+    is_fixed = most.variables + most.gradients > limit
+    relief = cut.relief(is_fixed, has_gradients=most.gradients > 0)
     raise MemoryLimitError(
-        f"{what} needs {format_bytes(most.total)} on each device of stage {stage} "
+        f"{what} needs {format_bytes(most.total)} on {cut.name_of(stage)} "
         f"({parts}); the limit is {format_bytes(limit)}.",
-        "What a stage keeps, and what its largest program needs, must fit the memory "
-        "limit of each device.",
-        f"{_advice(most, limit, plan)}, or set memory_limit to at least {most.total} "
-        "bytes.",
+        "What a device keeps, and what its largest program needs, must fit its memory "
+        "limit.",
+        f"{relief}, or set memory_limit to at least {most.total} bytes.",
         needed=most.total,
         limit=limit,
         by_kind=kinds,
     )
-
-
-def _advice(memory: StageMemory, limit: int, plan: Plan) -> str:
-    if memory.variables + memory.gradients > limit:
-        return "No batch size helps: use more stages, or fsdp or tensor devices in each"
-    if memory.gradients and not plan.remat:
-        return "Use remat=True, more microbatches, or a smaller batch_size"
-    return "Use more microbatches, or a smaller batch_size"
 
 
 def _held(state: Any, variables: StageVariables, stage: int) -> int:
@@ -117,6 +111,19 @@ def _held(state: Any, variables: StageVariables, stage: int) -> int:
         for leaf in jax.tree.leaves(state)
         if devices <= leaf.sharding.device_set
     )
+
+
+def _copied(pieces: Pieces, variables: StageVariables, stage: int) -> int:
+    """Bytes of the variables that a stage reads, and that live on another."""
+    found = {}
+    for program, place in zip(pieces.programs, pieces.stages, strict=True):
+        for number in (*program.ends.weights, *program.ends.arguments):
+            given = pieces.step.staged.inputs[number]
+            is_variable = place == stage and given.role != "data"
+            if is_variable and variables.stage(given) not in (None, stage):
+                v = pieces.step.staged.program.jaxpr.invars[number]
+                found[given] = _own_bytes(_of(v, program.place_of_input(number)))
+    return sum(found.values())
 
 
 class _PieceMemory:
