@@ -1,6 +1,7 @@
 """Measures Meshwright on this machine's CPU: `make bench BENCH="fit mesh"`.
 
-Without BENCH all suites run, half an hour. Results go to `benchmarks/results/`.
+Without BENCH all suites run, three quarters of an hour. Results go to
+`benchmarks/results/`.
 """
 
 import argparse

@@ -169,7 +169,7 @@ def scaling(is_short: bool) -> list[Comparison]:
 
 
 def pipeline(is_short: bool) -> list[Comparison]:
-    """Two stages on a core each against one process on one core: 9 minutes.
+    """Two stages on a core each against one process on one core: 18 minutes.
 
     The bars are shares of what a schedule without any other cost would give: with m
     microbatches and two stages, 2 m / (m + 1) times the speed of one. With one

@@ -178,8 +178,10 @@ def test_predicting_again_traces_nothing() -> None:
     model = split_model()
     model.predict(X, verbose=0)
     step = model.predict_function.guarded
+    model.fit(X, Y, verbose=0)
     model.predict(X, verbose=0)
     assert model.predict_function.guarded is step
+    assert model.train_function.guarded is not step
 
 
 def test_in_a_run_of_several_processes_placed_models_are_only_evaluated(

@@ -229,9 +229,10 @@ def _make_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(getattr(self, name), "guarded"):
             setattr(self, name, None)
     original(self, *args, **kwargs)
-    # Keras wraps what predicts once more.
-    if self.predict_function is not None:
-        self.predict_function.guarded = getattr(self, _NEWEST_STEP, None)
+    made = self.predict_function
+    if made is not None and not hasattr(made, "guarded"):
+        # Keras has wrapped what predicts once more, just now.
+        made.guarded = getattr(self, _NEWEST_STEP)
 
 
 def _make_guarded_function(
