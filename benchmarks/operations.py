@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import meshwright as mw
-from meshwright.train.formulations import compiler_options, in_best_form
+from meshwright.models.formulations import compiler_options, in_best_form
 
 import jax
 import jax.numpy as jnp

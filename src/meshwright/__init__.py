@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from meshwright.devices.placement import set_placement_log, set_soft_placement
     from meshwright.devices.table import placement
     from meshwright.parallel.plan import Plan
+    from meshwright.planner.report import PlanReport
+    from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
     from meshwright.strategies.distribute import distribute
     from meshwright.strategies.names import (
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
         Single,
         TensorParallel,
     )
+    from meshwright.strategies.planning import plan
+    from meshwright.strategies.preflighting import preflight
     from meshwright.strategies.verification import verify
     from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.warmup import Warmup
@@ -44,12 +48,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "FSDP",
+    "Auto",
     "Device",
     "Hybrid",
     "Layerwise",
     "Mirrored",
     "Pipeline",
     "Plan",
+    "PlanReport",
     "Single",
     "TensorParallel",
     "Warmup",
@@ -59,6 +65,8 @@ __all__ = [
     "distribute",
     "errors",
     "placement",
+    "plan",
+    "preflight",
     "process_count",
     "process_index",
     "scaled_lr",
@@ -70,12 +78,14 @@ __all__ = [
 # Where the names live that are imported on first use; as above, for type checkers.
 _HOMES = {
     "FSDP": "strategies.names",
+    "Auto": "strategies.automatic",
     "Device": "devices.device",
     "Hybrid": "strategies.names",
     "Layerwise": "strategies.names",
     "Mirrored": "strategies.names",
     "Pipeline": "strategies.names",
     "Plan": "parallel.plan",
+    "PlanReport": "planner.report",
     "Single": "strategies.names",
     "TensorParallel": "strategies.names",
     "Warmup": "train.warmup",
@@ -83,6 +93,8 @@ _HOMES = {
     "device": "strategies.by_hand",
     "distribute": "strategies.distribute",
     "placement": "devices.table",
+    "plan": "strategies.planning",
+    "preflight": "strategies.preflighting",
     "process_count": "cluster.identity",
     "process_index": "cluster.identity",
     "scaled_lr": "train.learning_rate",

@@ -7,6 +7,9 @@
     ├── ConfigurationError        (ValueError)    a value that cannot be configured
     ├── LateConfigurationError    (RuntimeError)  the runtime has already started
     ├── CatalogError              (ValueError)    unknown accelerator, bad catalog file
+    ├── MachineError              (ValueError)    devices that make no machine
+    ├── ModelFileError            (ValueError)    a file that gives no model
+    ├── ObjectiveError            (ValueError)    wishes that no plan can have
     ├── DataError                 (ValueError)    data that a model cannot be trained on
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
@@ -82,6 +85,18 @@ class LateConfigurationError(MeshwrightError, RuntimeError):
 
 class CatalogError(MeshwrightError, ValueError):
     """An accelerator that the catalog does not know, or a catalog file with a fault."""
+
+
+class MachineError(MeshwrightError, ValueError):
+    """Devices, memory or a price that do not make a machine to plan for."""
+
+
+class ModelFileError(MeshwrightError, ValueError):
+    """`FILE.py:make_model` that cannot be read, or does not give a model to plan."""
+
+
+class ObjectiveError(MeshwrightError, ValueError):
+    """An objective, a deadline or a budget that no plan can be measured by."""
 
 
 class DataError(MeshwrightError, ValueError):

@@ -7,6 +7,7 @@ from meshwright import __version__
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
+from meshwright.cli.plan import plan
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
@@ -21,7 +22,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (demo, devices, doctor):
+for _verb in (demo, devices, doctor, plan):
     cli.add_command(_verb)
 
 

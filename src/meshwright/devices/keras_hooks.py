@@ -295,7 +295,8 @@ def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         with taking_data_through(None):
             return original(self, *args, **kwargs)
     bound = inspect.signature(original).bind(self, *args, **kwargs)
-    with make_intake(self, original.__name__) as intake, taking_data_through(intake):
+    made = make_intake(self, original.__name__, bound.arguments)
+    with made as intake, taking_data_through(intake):
         intake.take(bound.arguments)
         return original(*bound.args, **bound.kwargs)
 

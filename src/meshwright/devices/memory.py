@@ -20,6 +20,12 @@ _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _WRAPPER = re.compile(r"(jvp|transpose|vmap|checkpoint|rematted_computation)\((.*)\)")
 _NO_BUFFER = {"bitcast", "tuple", "get-tuple-element", "constant", "after-all"}
 _BITS = re.compile(r"\d+")
+_ANY_INSTRUCTION = re.compile(
+    r"^ +(?:ROOT )?%?(?P<name>\S+) = (?P<type>\(.*?\)|\S+) "
+    r"(?P<opcode>[\w-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
+)
+_NAME = re.compile(r"%?([\w.-]+)(?:, |$)")
+_TRIED_OUT = ("dot", "convolution", "custom-call")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,12 +124,12 @@ def refuse_over_limit(
     """
     has_trials = jax.default_backend() == "gpu"
     if has_trials:
-        with _own_names():
+        with own_names():
             untried = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
         memory = StepMemory.of(untried, labels)
         _compare(memory, limit, what, batch_size)
     try:
-        with _own_names():
+        with own_names():
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not (has_trials and is_out_of_memory(error)):
@@ -133,7 +139,7 @@ def refuse_over_limit(
 
 
 @contextlib.contextmanager
-def _own_names() -> Iterator[None]:
+def own_names() -> Iterator[None]:
     """Keeps programs of the compile cache away that carry names of other layers.
 
     To JAX a program is the same whatever its operations are called, so it would load
@@ -242,6 +248,33 @@ def _tensors(hlo: str, labels: Mapping[str, tuple[str, str]]) -> Iterator[Tensor
             kind, path = "temporary", layer_path(name)
         for tensor in _TENSOR.finditer(match["type"]):
             yield Tensor(kind=kind, path=path, type=tensor[0], bytes=_bytes_of(tensor))
+
+
+def largest_trial(hlo: str) -> int:
+    """Bytes that a compiler takes to try out kernels for one operation, at the most.
+
+    It makes inputs and outputs of its own for products and convolutions, and keeps the
+    outputs of the first kernel to compare with. They need room beside the model.
+
+    Arguments:
+        hlo: The text of a compiled program.
+    """
+    found = [_ANY_INSTRUCTION.match(line) for line in hlo.splitlines()]
+    instructions = [match for match in found if match is not None]
+    sizes = {match["name"]: _bytes_of_type(match["type"]) for match in instructions}
+    return max(
+        (
+            sum(sizes.get(name, 0) for name in _NAME.findall(match["operands"]))
+            + 2 * sizes[match["name"]]
+            for match in instructions
+            if match["opcode"] in _TRIED_OUT or "kind=kCustom" in match["rest"]
+        ),
+        default=0,
+    )
+
+
+def _bytes_of_type(text: str) -> int:
+    return sum(map(_bytes_of, _TENSOR.finditer(text)))
 
 
 def _bytes_of(tensor: re.Match[str]) -> int:

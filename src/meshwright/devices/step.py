@@ -22,6 +22,13 @@ from meshwright.devices.settings import current_settings
 import jax
 import numpy as np
 
+STATE_KINDS = {
+    4: ("parameters", "model state", "optimizer state", "metrics"),
+    3: ("parameters", "model state", "metrics"),
+    2: ("parameters", "model state"),
+}
+"""What the lists in a Keras step's state are called, by the number of lists."""
+
 # The variables behind the lists in a Keras step's state, by the number of lists.
 _TRAIN = ("trainable_variables", "non_trainable_variables", "optimizer", "metrics")
 _STATES = {4: _TRAIN, 3: (*_TRAIN[:2], "metrics"), 2: _TRAIN[:2]}
@@ -99,7 +106,8 @@ class StepCheck:
         if limit is not None:
             name = f"{self._name} of {self._model.name!r}"
             lowered = step.lower(*args)
-            labels = _labels(variables, next(iter(inspect.signature(step).parameters)))
+            first = next(iter(inspect.signature(step).parameters))
+            labels = labels_of(variables, first)
             refuse_over_limit(lowered, labels, limit, name, size)
         if logging:
             log_step(self._model, self._name, variables, state, device)
@@ -163,13 +171,9 @@ def variables_of(model: Any, state: Any) -> list[list[Any]]:
     return [found[name] for name in _STATES[len(state)]]
 
 
-def _labels(variables: list[list[Any]], argument: str) -> dict[str, tuple[str, str]]:
+def labels_of(variables: list[list[Any]], argument: str) -> dict[str, tuple[str, str]]:
     """The kind and path of each variable under the name that the compiler gives it."""
-    kinds = {
-        4: ("parameters", "model state", "optimizer state", "metrics"),
-        3: ("parameters", "model state", "metrics"),
-        2: ("parameters", "model state"),
-    }[len(variables)]
+    kinds = STATE_KINDS[len(variables)]
     return {
         f"{argument}[{i}][{j}]": (kind, variable.path)
         for i, (kind, group) in enumerate(zip(kinds, variables, strict=True))

@@ -23,6 +23,7 @@ _POLICIES = {
     "float16": "mixed_float16",
 }
 _MIXED = (_POLICIES["bfloat16"], _POLICIES["float16"])
+_STEPS = ("train_function", "test_function", "predict_function")
 _KEEPS = "_meshwright_keeps_precision"
 _FACTOR = "_meshwright_loss_scale_factor"
 
@@ -70,13 +71,18 @@ def set_precision(model: Any, precision: str | None) -> None:
     elif not had_loss_scaling:
         _add_loss_scaling(model)
     if changed:
-        model.train_function = model.test_function = model.predict_function = None
+        for name in _STEPS:
+            setattr(model, name, None)
 
 
 @contextmanager
 def keeping_precision(model: Any) -> Iterator[None]:
     """Undoes what the block does to the precision of a model and to its optimizer."""
     policies = [(layer, layer.dtype_policy) for layer in model._flatten_layers()]
+    inputs = [
+        (layer, layer._dtype) for layer in model._flatten_layers() if is_input(layer)
+    ]
+    steps = {name: getattr(model, name) for name in _STEPS}
     optimizer: Any = getattr(model, "optimizer", None)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
     factor = getattr(inner, "loss_scale_factor", None)
@@ -86,6 +92,10 @@ def keeping_precision(model: Any) -> Iterator[None]:
         for layer, policy in policies:
             if layer.dtype_policy is not policy:
                 _switch(layer, policy)
+        for layer, dtype in inputs:
+            layer._dtype = layer.output._dtype = dtype
+        for name, function in steps.items():
+            setattr(model, name, function)
         if optimizer is not None:
             model.optimizer = optimizer
             inner.loss_scale_factor = factor

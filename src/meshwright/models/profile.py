@@ -109,10 +109,19 @@ def build_abstractly(make_model: Callable[[], Any]) -> Any:
     1000001000000
     """
     found = []
-    jax.eval_shape(lambda: found.append(make_model()))
-    (model,) = found
-    optimizer = getattr(model, "optimizer", None)
-    for variable in (*model.variables, *(optimizer.variables if optimizer else ())):
+
+    def make() -> None:
+        model = make_model()
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            # Without values it cannot be asked for its settings any more.
+            optimizer.build(model.trainable_variables)
+        found.append((model, optimizer))
+
+    jax.eval_shape(make)
+    ((model, optimizer),) = found
+    variables = [*model.variables, *model.metrics_variables]
+    for variable in (*variables, *(optimizer.variables if optimizer else ())):
         value = variable._value
         if isinstance(value, jax.core.Tracer):
             variable._value = jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -137,10 +146,10 @@ def profile_model(model: Any, batch_size: int, data: Any = None) -> Profile:
     scores          15    0.0         60 B    24 B
     net, batch of 2: 15 parameters (60 B), 0.00 GFLOP forward, 60 B of activations
     """
-    _refuse_unbuilt(model)
-    inputs = _own_inputs(model, batch_size) if data is None else _shapes(data)
-    weights = [_shape_of(v) for v in model.trainable_variables]
-    others = [_shape_of(v) for v in model.non_trainable_variables]
+    refuse_unbuilt(model)
+    inputs = own_inputs(model, batch_size) if data is None else _shapes(data)
+    weights = [shape_of(v) for v in model.trainable_variables]
+    others = [shape_of(v) for v in model.non_trainable_variables]
 
     options = {"training": True} if model._call_has_training_arg else {}
 
@@ -152,7 +161,7 @@ def profile_model(model: Any, batch_size: int, data: Any = None) -> Profile:
     held: dict[str, list[Any]] = {}
     for variable in model.variables:
         *path, _ = variable.path.split("/")
-        held.setdefault(_path(path, names), []).append(_shape_of(variable))
+        held.setdefault(_path(path, names), []).append(shape_of(variable))
     return _profile(model.name, batch_size, _Sums(program.jaxpr, names), held)
 
 
@@ -219,7 +228,8 @@ def _path(parts: list[str], names: Collection[str] | None) -> str:
     return "/".join(chosen) or OUTSIDE
 
 
-def _refuse_unbuilt(model: Any) -> None:
+def refuse_unbuilt(model: Any) -> None:
+    """Raises `ProfileError` for a model whose weights are not made yet."""
     if not model.built:
         raise ProfileError(
             f"{model.name!r} was to be profiled, and is not built.",
@@ -228,7 +238,12 @@ def _refuse_unbuilt(model: Any) -> None:
         )
 
 
-def _own_inputs(model: Any, batch_size: int) -> Any:
+def own_inputs(model: Any, batch_size: int) -> Any:
+    """The shapes of a batch of inputs, as a model was built for.
+
+    Raises:
+        ProfileError: It does not say what they are.
+    """
     functional = getattr(model, "_functional", model)
     inputs = getattr(functional, "_inputs_struct", None)
     if inputs is None:
@@ -253,10 +268,11 @@ def _own_inputs(model: Any, batch_size: int) -> Any:
 
 
 def _shapes(data: Any) -> Any:
-    return jax.tree.map(_shape_of, data)
+    return jax.tree.map(shape_of, data)
 
 
-def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape and type that a variable or an array has on a device."""
     held = getattr(value, "_value", value)
     dtype = getattr(held, "dtype", None) or np.asarray(held).dtype
     return jax.ShapeDtypeStruct(np.shape(held), jax.dtypes.canonicalize_dtype(dtype))

@@ -14,7 +14,12 @@ from math import gcd, prod
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
-from meshwright.parallel.mesh import parts_of, prime_factors, replicated
+from meshwright.parallel.mesh import (
+    parts_of,
+    placed_shape,
+    prime_factors,
+    replicated,
+)
 from meshwright.parallel.plan import BATCH_AXES
 
 import jax
@@ -88,14 +93,25 @@ class BatchSplit:
             data: The batch, or batches of this size that are stacked.
             num_stacks: Dims of the stack that come before those of a batch.
         """
-        split, whole = self.placement(num_stacks), replicated(self.mesh)
 
         def put(array: Any) -> jax.Array:
             host = np.asarray(array)
-            where = split if self._has_samples(host[(0,) * num_stacks]) else whole
+            where = self._place_of(host.shape, num_stacks)
             return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
         return map_leaves(put, data)
+
+    def put_shapes(self, data: Any, num_stacks: int = 0) -> Any:
+        """Says of shapes where `put` would move such a batch."""
+
+        def put(leaf: Any) -> jax.ShapeDtypeStruct:
+            return placed_shape(leaf, self._place_of(leaf.shape, num_stacks))
+
+        return map_leaves(put, data)
+
+    def _place_of(self, shape: tuple[int, ...], num_stacks: int) -> NamedSharding:
+        has_samples = shape[num_stacks : num_stacks + 1] == (self.size,)
+        return self.placement(num_stacks) if has_samples else replicated(self.mesh)
 
     def keep(self, array: Any) -> Any:
         """Inside a program: activations stay split by sample, as the weights are not.

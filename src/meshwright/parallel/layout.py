@@ -101,3 +101,14 @@ def add_fsdp(shape: tuple[int, ...], spec: Spec, degree: int) -> tuple[Spec, str
     best = max(free, key=lambda dim: shape[dim])
     split = tuple("fsdp" if dim == best else axis for dim, axis in enumerate(spec))
     return split, f"fsdp splits dim {best} of {shape} by {degree}"
+
+
+def reference_of(slot: Any, model: Any) -> Any:
+    """The weight that an optimizer's slot belongs to: same shape, path in its name."""
+    candidates = [
+        weight
+        for weight in model.trainable_variables
+        if tuple(weight.shape) == tuple(slot.shape)
+        and slot.name.startswith(weight.path.replace("/", "_"))
+    ]
+    return max(candidates, key=lambda weight: len(weight.path), default=None)

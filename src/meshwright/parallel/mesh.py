@@ -1,10 +1,12 @@
 """The mesh of a Plan: named devices in the shape of its degrees."""
 
 from math import isqrt
+from typing import Any
 
 from meshwright.devices.runtime import jax_devices_of_all
 from meshwright.parallel.plan import AXES, Plan, Spec
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -74,6 +76,11 @@ def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The placement of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def placed_shape(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array, or of something like it, in a place."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
 
 def gathered(placement: NamedSharding) -> NamedSharding:

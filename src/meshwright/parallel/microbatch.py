@@ -7,6 +7,7 @@ from meshwright.devices.containers import map_leaves
 from meshwright.devices.step import batch_size
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -77,7 +78,8 @@ class Microbatches:
                 stacks, dims = array.shape[:num_stacks], array.shape[num_stacks:]
                 if not self._has_samples(dims):
                     array = array.reshape(*stacks, 1, *dims)
-                    return np.broadcast_to(array, (*stacks, number, *dims))
+                    broadcast = np if isinstance(array, np.ndarray) else jnp
+                    return broadcast.broadcast_to(array, (*stacks, number, *dims))
                 part = array[(*every, samples)]
                 return part.reshape(*stacks, number, size, *dims[1:])
 

@@ -1,6 +1,6 @@
 """Ties a model to a strategy, so that its steps run over the strategy's mesh."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +8,12 @@ from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.models.precision import set_precision
-from meshwright.parallel.layout import VariableLayout, lay_out_model, unique_variables
-from meshwright.parallel.mesh import replicated, sharding
+from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
+from meshwright.train.placements import place_variables
 from meshwright.train.stage_cut import StageCut
-from meshwright.train.stage_variables import reference_of
 from meshwright.train.tracing_errors import explaining_tracing
 
 import jax
@@ -37,7 +36,10 @@ def attach(model: Any, strategy: "Strategy") -> None:
         return step_over_mesh(model, step, strategy)
 
     @contextmanager
-    def make_intake(model: Any, verb: str) -> Iterator[Intake]:
+    def make_intake(
+        model: Any, verb: str, arguments: Mapping[str, Any]
+    ) -> Iterator[Intake]:
+        strategy.prepare(model, arguments)
         pace = Pace(model, verb, strategy.mesh, strategy.resident)
         strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
@@ -91,16 +93,8 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    whole = replicated(strategy.mesh)
-    for path, variable in unique_variables(model).items():
-        _move(variable, sharding(strategy.mesh, layouts[path].spec))
-    for variable in model.metrics_variables:
-        _move(variable, whole)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        for slot in optimizer.variables:
-            reference = reference_of(slot, model)
-            _move(slot, whole if reference is None else reference._layout)
+    for variable, where in place_variables(model, layouts, strategy.mesh):
+        _move(variable, where)
     return layouts
 
 

@@ -5,10 +5,11 @@ from typing import Any
 from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
 from meshwright.strategies.attach import attach, place
+from meshwright.strategies.automatic import Auto
 from meshwright.strategies.strategy import Strategy
 
 
-def distribute(model: Any, strategy: Strategy) -> Any:
+def distribute(model: Any, strategy: Strategy | str = "auto") -> Any:
     """Moves a model onto a strategy's mesh; its fit, evaluate and predict run there.
 
     Weights and optimizer state come along, and layers compute in the strategy's
@@ -17,7 +18,8 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
     Arguments:
         model: A Keras model.
-        strategy: The strategy.
+        strategy: The strategy, or `'auto'` for the one that the planner chooses when
+            training begins.
 
     Returns:
         The same model.
@@ -37,16 +39,18 @@ def distribute(model: Any, strategy: Strategy) -> Any:
             "It takes a Keras model.",
             "Wrap layers in a model, for example keras.Sequential([...]).",
         )
+    if strategy == "auto":
+        strategy = Auto()
     if not isinstance(strategy, Strategy):
         raise StrategyError(
             f"distribute received {strategy!r} (a {type(strategy).__name__}) as "
             "strategy.",
-            "It takes a strategy.",
+            "It takes a strategy, or 'auto'.",
             "Pass, for example, mw.Mirrored().",
         )
     attach(model, strategy)
     # Before it is compiled, so that Keras' own `compile` scales the loss of float16.
     set_precision(model, strategy.plan.precision)
-    if model.built:
+    if model.built and not strategy.is_open:
         place(model, strategy)
     return model

@@ -85,6 +85,14 @@ class Strategy:
         """Into how many parts a batch is split."""
         return self.plan.num_replicas
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the plan is still to be chosen; only `Auto` waits for the data."""
+        return False
+
+    def prepare(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        """Called before each run of a model, with the arguments of the run."""
+
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan; making it starts the runtime."""

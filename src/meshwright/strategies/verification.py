@@ -4,23 +4,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.runtime import to_host
 from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import StrategyError
-from meshwright.models.precision import (
-    LOW_PRECISIONS,
-    keeping_precision,
-    lowest_precision,
-    set_precision,
-)
+from meshwright.models.precision import LOW_PRECISIONS, lowest_precision
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
-from meshwright.strategies.attach import attached, place, step_over_mesh
+from meshwright.strategies.borrowing import State, borrowed, borrowed_step
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.accumulation import accumulated_step
-from meshwright.train.mesh_step import as_keras_takes_them, training_state
-from meshwright.train.stage_cut import StageCut
+from meshwright.train.mesh_step import as_keras_takes_them
 
 import jax
 import jax.numpy as jnp
@@ -134,28 +127,18 @@ def verify(
             "It compares training steps, so it needs a loss and an optimizer.",
             "Call model.compile first.",
         )
-    install_keras_hooks()
     x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
-    training_state(model, batches[0])  # builds what is not built yet
-    before = attached(model)
-    try:
-        with keeping_precision(model):
-            set_precision(model, strategy.plan.precision)
-            return _compare(model, strategy, batches)
-    finally:
-        if before is not None:
-            place(model, before)
+    with borrowed(model, batches[0], strategy.plan.precision) as start:
+        return _compare(model, strategy, batches, start)
 
 
-def _compare(model: Any, strategy: Strategy, batches: list[Any]) -> Verification:
-    start = _start(model, batches[0])
+def _compare(
+    model: Any, strategy: Strategy, batches: list[Any], start: State
+) -> Verification:
     step = _step_alone(model, strategy.plan)
-    try:
-        alone = _run(step, start, batches)
-        split = _train(model, strategy, start, batches)
-    finally:
-        _restore(model, start)
+    alone = _run(step, start, batches)
+    split = _run(borrowed_step(model, strategy), start, batches)
     precision = lowest_precision(model)
     paths = [v.path for v in model.trainable_variables]
     paths += [v.path for v in model.non_trainable_variables]
@@ -182,11 +165,6 @@ def _batches(x: Any, y: Any, batch_size: int, steps: int) -> list[Any]:
     return [batch_from(starts[step % len(starts)]) for step in range(steps)]
 
 
-def _start(model: Any, batch: Any) -> Any:
-    """The state that trainings start from, on the host."""
-    return [[to_host(v) for v in group] for group in training_state(model, batch)]
-
-
 def _step_alone(model: Any, plan: Plan) -> Any:
     """The reference: Keras' own step under a plain `jax.jit`, without this engine.
 
@@ -209,14 +187,6 @@ def _step_alone(model: Any, plan: Plan) -> Any:
     return lambda state, batch: step(state, cut_batch(batch, number))
 
 
-def _train(model: Any, strategy: Strategy, start: Any, batches: list[Any]) -> Any:
-    place(model, strategy)
-    train_step = jax.jit(model.train_step)
-    cut = StageCut(model.name, strategy.plan)
-    step = step_over_mesh(model, train_step, strategy, cut)
-    return _run(step, start, batches)
-
-
 def _run(step: Any, start: Any, batches: list[Any]) -> list[Any]:
     """The model's variables after a few steps."""
     state: Any = tuple(start)
@@ -227,20 +197,6 @@ def _run(step: Any, start: Any, batches: list[Any]) -> list[Any]:
 
 def _variables_in(state: Any) -> list[Any]:
     return [value for group in state[:2] for value in group]
-
-
-def _restore(model: Any, start: Any) -> None:
-    groups = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    )
-    for variables, values in zip(groups, start, strict=True):
-        for variable, value in zip(variables, values, strict=True):
-            variable._layout = None
-            variable._value = None
-            variable.assign(value)
 
 
 def _refuse_if_nothing_moved(

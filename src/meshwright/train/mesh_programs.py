@@ -1,6 +1,6 @@
 """The programs that a Keras step becomes on a mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -18,7 +18,7 @@ from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
-from meshwright.train.formulations import compiler_options, in_best_form
+from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.train.pure_step import pure
 from meshwright.train.stretches import SMALL_STEP_FLOPS, run_steps, take_batch
 from meshwright.train.traced_step import TracedStep
@@ -30,6 +30,9 @@ from jax.sharding import Mesh, NamedSharding
 Shardings = tuple[tuple[NamedSharding, ...], ...]
 """The placements of a step's state, list by list."""
 
+Places = Mapping[int, NamedSharding]
+"""Where variables belong, by their `id`; others are whole on every device."""
+
 PREDICT_STATES, TEST_STATES, TRAIN_STATES = 2, 3, 4
 """Lists in the states of Keras' steps: weights, others, optimizer, metrics."""
 
@@ -39,6 +42,13 @@ class MeshPrograms:
 
     All of them take the state first, give it back with the same placements, and
     return what Keras' step does.
+
+    Arguments:
+        model: The model.
+        step: Keras' step.
+        plan: The plan.
+        mesh: The devices.
+        places: Where variables belong, by their `id`; if left out, each knows itself.
 
     Attributes:
         trains: Whether the step is that of `fit`.
@@ -50,12 +60,20 @@ class MeshPrograms:
         trace: `(cut, batch, shardings)`: the step on a batch of these shapes.
     """
 
-    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: Any,
+        step: Any,
+        plan: Plan,
+        mesh: Mesh,
+        places: Places | None = None,
+    ) -> None:
         self.trains = step.__name__ == "train_step"
         self._model = model
         self._function = pure(model, step.__name__, step.__wrapped__)
         self._plan = plan
         self._mesh = mesh
+        self._places = places
         self.one_step = cache(self._one_step)
         self.over_arrays = cache(self._over_arrays)
         self.over_stack = cache(self._over_stack)
@@ -68,9 +86,14 @@ class MeshPrograms:
 
     def shardings(self, num_lists: int) -> Shardings:
         """Where the state belongs."""
-        whole = replicated(self._mesh)
         variables = variables_of(self._model, [()] * num_lists)
-        return tuple(tuple(v._layout or whole for v in group) for group in variables)
+        return tuple(tuple(map(self._place, group)) for group in variables)
+
+    def _place(self, variable: Any) -> NamedSharding:
+        whole = replicated(self._mesh)
+        if self._places is not None:
+            return self._places.get(id(variable), whole)
+        return variable._layout or whole
 
     def state_shapes(self) -> Any:
         """The shapes and types of the state."""
@@ -85,7 +108,12 @@ class MeshPrograms:
 
     def _one_step(self, cut: Microbatches, shardings: Shardings) -> Any:
         step = self._step_function(cut, shardings)
-        return self._compile_later(step, shardings)
+
+        def run(state: Any, batch: Any) -> Any:
+            # The compiler knows arguments by these names, see `StepMemory.of`.
+            return step(state, batch)
+
+        return self._compile_later(run, shardings)
 
     def _trace(
         self, cut: Microbatches, batch: Shapes, shardings: Shardings
@@ -196,8 +224,8 @@ class MeshPrograms:
         return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
 
     def _keep_gathered(self, variable: Any, value: Any) -> Any:
-        place = variable._layout or replicated(self._mesh)
-        return jax.lax.with_sharding_constraint(value, gathered(place))
+        place = gathered(self._place(variable))
+        return jax.lax.with_sharding_constraint(value, place)
 
 
 def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:

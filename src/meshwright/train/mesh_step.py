@@ -10,13 +10,13 @@ from meshwright.devices.start import user_line
 from meshwright.devices.step import StepCheck, StepState, batch_size
 from meshwright.errors import BatchWarning, StrategyError
 from meshwright.parallel.batch import BatchSplit, PlacedBatch, PlacedStack
-from meshwright.parallel.mesh import replicated
+from meshwright.parallel.mesh import placed_shape, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.turns import run_in_turn
 from meshwright.train.ahead import Ahead, finish_all
 from meshwright.train.listeners import Logs
-from meshwright.train.mesh_programs import MeshPrograms, Shardings
+from meshwright.train.mesh_programs import MeshPrograms, Places, Shardings
 from meshwright.train.stretches import put_whole
 from meshwright.train.traced_step import TracedStep
 
@@ -30,9 +30,23 @@ class MeshStep:
 
     The step stays the pure function that Keras made of the model; it is compiled for
     the mesh once per batch size, with the state laid out as the model's variables are.
+
+    Arguments:
+        model: The model.
+        step: Keras' step.
+        plan: The plan.
+        mesh: The devices.
+        places: Where variables belong, if they have not been put there.
     """
 
-    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: Any,
+        step: Any,
+        plan: Plan,
+        mesh: Mesh,
+        places: Places | None = None,
+    ) -> None:
         if not hasattr(step, "lower"):
             raise StrategyError(
                 f"{model.name!r} was compiled with run_eagerly=True or "
@@ -40,7 +54,7 @@ class MeshStep:
                 "A step over a mesh is one compiled program.",
                 "Compile the model without these, or train it without a strategy.",
             )
-        self._programs = MeshPrograms(model, step, plan, mesh)
+        self._programs = MeshPrograms(model, step, plan, mesh, places)
         self._plan = plan
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
@@ -139,10 +153,9 @@ class MeshStep:
         shardings, whole = self._all_shardings(), replicated(self._mesh)
         key = (self._cut(size), data.shapes, shardings)
         program = self._programs.over_arrays(*key, num_steps, of_each)
-        places = tuple(list(group) for group in shardings)
-        state = jax.tree.map(_placed_shape, self._programs.state_shapes(), places)
+        state = self._placed_state(shardings)
         rows = jax.ShapeDtypeStruct((num_batches, size), np.int32, sharding=whole)
-        arrays = jax.tree.map(lambda leaf: _placed_shape(leaf, whole), data.shapes.tree)
+        arrays = jax.tree.map(lambda leaf: placed_shape(leaf, whole), data.shapes.tree)
         self._ahead.start(program, state, arrays, rows, np.int32(0))
 
     def put(self, data: Any) -> PlacedBatch:
@@ -173,6 +186,20 @@ class MeshStep:
         program = self._programs.one_step(self._cut(batch.size), shardings)
         return program.lower(state, batch.arrays)
 
+    def lower_shapes(self, batch: Any) -> Any:
+        """Like `lower`, from the shapes of a batch; no value of the model is read."""
+        cut = self._cut(batch_size(batch))
+        parts = jax.eval_shape(partial(self._cut_up, cut), batch)
+        shardings = self._all_shardings()
+        program = self._programs.one_step(cut, shardings)
+        return program.lower(
+            self._placed_state(shardings), self._place(cut, parts, of_shapes=True)
+        )
+
+    def _placed_state(self, shardings: Shardings) -> Any:
+        places = tuple(list(group) for group in shardings)
+        return jax.tree.map(placed_shape, self._programs.state_shapes(), places)
+
     def _cut(self, size: int) -> Microbatches:
         return Microbatches(size, self._plan.accumulate if self._programs.trains else 1)
 
@@ -180,11 +207,18 @@ class MeshStep:
         """A batch in the form that steps take it: whole, or as microbatches."""
         return batch if cut.wanted == 1 else cut.cut(batch, num_stacks)
 
-    def _place(self, cut: Microbatches, parts: Any, num_stacks: int = 0) -> Any:
+    def _place(
+        self,
+        cut: Microbatches,
+        parts: Any,
+        num_stacks: int = 0,
+        of_shapes: bool = False,
+    ) -> Any:
+        put = BatchSplit.put_shapes if of_shapes else BatchSplit.put
         if cut.wanted == 1:
-            return BatchSplit(cut.size, self._mesh).put(parts, num_stacks)
+            return put(BatchSplit(cut.size, self._mesh), parts, num_stacks)
         groups = zip(self._splits(cut), parts, strict=True)
-        return tuple(split.put(part, num_stacks + 1) for split, part in groups)
+        return tuple(put(split, part, num_stacks + 1) for split, part in groups)
 
     def _splits(self, cut: Microbatches) -> tuple[BatchSplit, BatchSplit]:
         """Those of the larger and of the smaller microbatches."""
@@ -247,10 +281,6 @@ def _with_each(logs: Any, num_steps: int, of_each: bool) -> Any:
 
 def _first_of(array: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-
-
-def _placed_shape(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
 
 def _put(value: Any, where: NamedSharding) -> Any:

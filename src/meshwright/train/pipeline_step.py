@@ -19,7 +19,7 @@ from meshwright.errors import StrategyError
 from meshwright.models.parts import bytes_of, split_program
 from meshwright.models.stages import Input, Role
 from meshwright.parallel.batch import BatchSplit, PlacedBatch
-from meshwright.parallel.mesh import gathered, replicated, sharding
+from meshwright.parallel.mesh import gathered, placed_shape, replicated, sharding
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.transfers import has_part
@@ -31,6 +31,7 @@ from meshwright.train.pieces import Pieces
 from meshwright.train.pipeline_flow import Flow
 from meshwright.train.pure_step import pure
 from meshwright.train.stage_memory import (
+    Options,
     StageMemory,
     memory_of_stages,
     refuse_stages_over_limit,
@@ -141,9 +142,27 @@ class PipelineStep:
         pieces = [self.pieces(Shapes.of(each)) for each in batch.arrays]
         return self._memory(pieces, self._lay_out(state))
 
-    def _memory(self, pieces: list[Pieces], state: Any) -> list[StageMemory]:
+    def memory_of_shapes(self, batch: Any, options: Options) -> list[StageMemory]:
+        """Like `memory`, from the shapes of a batch; no value of the model is read.
+
+        Arguments:
+            batch: The shapes.
+            options: What the compiler is told besides.
+        """
+        size, wanted = batch_size(batch), self._plan.microbatches or 1
+        self._refuse_few_samples(size)
+        parts = jax.eval_shape(partial(_cut_up, size=size, wanted=wanted), batch)
+        pieces = [self.pieces(Shapes.of(each)) for each in parts]
+        shapes = self._state_shapes(len(TRAIN))
+        groups = zip(self._places_of(shapes), shapes, strict=True)
+        state = [list(map(placed_shape, values, places)) for places, values in groups]
+        return self._memory(pieces, tuple(state), options)
+
+    def _memory(
+        self, pieces: list[Pieces], state: Any, options: Options = None
+    ) -> list[StageMemory]:
         schedule = self._plan.schedule_of(len(pieces)) if self._trains else None
-        return memory_of_stages(pieces[0], self._variables, state, schedule)
+        return memory_of_stages(pieces[0], self._variables, state, schedule, options)
 
     def _look(
         self, shapes: tuple[Shapes, ...], pieces: list[Pieces], state: Any, size: int
@@ -270,18 +289,22 @@ class PipelineStep:
         """The state where it belongs; what a step has put out is there already."""
         if state is self._newest:
             return state
-        groups = zip(variables_of(self._model, state), state, strict=True)
         laid_out = []
-        for role, (variables, values) in zip(ROLES[len(state)], groups, strict=True):
-            places = [
-                self._variables.place(Input(role, i), variable)
-                for i, variable in enumerate(variables)
-            ]
+        groups = variables_of(self._model, state), state, self._places_of(state)
+        for variables, values, places in zip(*groups, strict=True):
             for variable, place in zip(variables, places, strict=True):
                 self._cut.mark(variable, place)
             pairs = zip(values, places, strict=True)
             laid_out.append([_put(value, place) for value, place in pairs])
         return tuple(laid_out)
+
+    def _places_of(self, state: Any) -> list[list[NamedSharding]]:
+        """Where the state belongs, list by list."""
+        groups = zip(ROLES[len(state)], variables_of(self._model, state), strict=True)
+        return [
+            [self._variables.place(Input(role, i), v) for i, v in enumerate(variables)]
+            for role, variables in groups
+        ]
 
     def _pieces(self, shapes: Shapes) -> Pieces:
         step = self._trace(shapes.tree)

@@ -20,17 +20,13 @@ from meshwright.models.stages import (
     layers_of_pieces,
     shares_of_pieces,
 )
-from meshwright.models.work import FLOPS_PER_BYTE
-from meshwright.parallel.balance import choose_stage_cuts
+from meshwright.parallel.cutting import Cuts, balanced_cuts
 from meshwright.parallel.plan import Plan
 from meshwright.train.cut import Act, PieceMap, Room
 
 from jax.sharding import NamedSharding
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
-
-GOOD_ENOUGH = 1.08
-"""Cuts between layers may make the slowest piece slower by this much than others."""
 
 
 class StageCut:
@@ -130,42 +126,22 @@ class StageCut:
             return self._pinned(staged, self._plan.cuts)
         if self._plan.num_pieces == 1:
             return []
-        between = [
-            is_allowed and names != before
-            for is_allowed, names, before in zip(
-                staged.is_cuttable,
-                staged.layers,
-                [(), *staged.layers[:-1]],
-                strict=True,
-            )
-        ]
-        anywhere = self._balanced(staged, staged.is_cuttable, room)
-        if anywhere is None and room is not None:
+        found = self._balanced(staged, room)
+        if found is None and room is not None:
             # The estimate is on the safe side; a limit is checked once more, with what
             # the compiler says.
             room = None
-            anywhere = self._balanced(staged, staged.is_cuttable, room)
-        if anywhere is None:
+            found = self._balanced(staged, room)
+        if found is None:
             raise self._too_many_stages(staged)
-        whole = self._balanced(staged, between, room)
-        fastest = _slowest(staged, anywhere)
         of_those = ", of those that fit" if room is not None else ""
-        if whole is None or _slowest(staged, whole) > GOOD_ENOUGH * fastest:
-            where, chosen = "also inside of layers", anywhere
-        else:
-            where, chosen = "between layers", whole
-        self.because = f"the slowest piece is fastest{of_those}, {where}"
-        return chosen
+        self.because = f"the slowest piece is fastest{of_those}, {found.where}"
+        return found.starts
 
-    def _balanced(
-        self, staged: StagedProgram, is_cuttable: Sequence[bool], room: Room | None
-    ) -> list[int] | None:
-        return choose_stage_cuts(
-            staged.costs,
-            staged.alive,
-            is_cuttable,
+    def _balanced(self, staged: StagedProgram, room: Room | None) -> Cuts | None:
+        return balanced_cuts(
+            staged,
             self._plan.num_pieces,
-            cost_per_byte=FLOPS_PER_BYTE,
             held=None if room is None else self._held(staged, room),
             limit=None if room is None else room.limit,
         )
@@ -281,12 +257,3 @@ class StageCut:
                     "A state is read and written in one piece.",
                     "Cut the model elsewhere, by the names of layers.",
                 )
-
-
-def _slowest(staged: StagedProgram, cuts: Sequence[int]) -> int:
-    spans = pairwise([0, *cuts, len(staged.costs)])
-    travels = pairwise([0, *(staged.alive[cut] for cut in cuts), 0])
-    return max(
-        sum(staged.costs[start:end]) + FLOPS_PER_BYTE * (before + after)
-        for (start, end), (before, after) in zip(spans, travels, strict=True)
-    )

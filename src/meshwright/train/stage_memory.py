@@ -1,10 +1,13 @@
 """What the stages of a pipeline hold in memory, by the compiler's own account."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.devices.sizes import format_bytes
+from meshwright.devices.step import STATE_KINDS
 from meshwright.errors import MemoryLimitError
+from meshwright.parallel.mesh import placed_shape
 from meshwright.parallel.schedules import Schedule
 from meshwright.train.cut import Cut
 from meshwright.train.piece_programs import PieceProgram
@@ -14,13 +17,16 @@ from meshwright.train.stage_variables import StageVariables
 import jax
 import numpy as np
 
+Options = Mapping[str, Any] | None
+"""What a compiler is told, by the names of its options."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
     """Bytes on each device of a stage, at the most."""
 
-    variables: int
-    """Weights, optimizer state, and what else the stage keeps."""
+    held: Mapping[str, int]
+    """Weights, optimizer state, and what else the stage keeps, by kind."""
     gradients: int
     """Their sums over the microbatches."""
     kept: int
@@ -29,27 +35,46 @@ class StageMemory:
     """What the largest program needs while it runs."""
 
     @property
+    def variables(self) -> int:
+        """What the stage keeps, of any kind."""
+        return sum(self.held.values())
+
+    @property
     def total(self) -> int:
         """All together."""
         return self.variables + self.gradients + self.kept + self.working
 
+    def by_kind(self) -> dict[str, int]:
+        """The bytes of each kind; they add up to `total`."""
+        return {
+            **self.held,
+            "gradients": self.gradients,
+            "activations": self.kept,
+            "temporaries": self.working,
+        }
+
 
 def memory_of_stages(
-    pieces: Pieces, variables: StageVariables, state: Any, schedule: Schedule | None
+    pieces: Pieces,
+    variables: StageVariables,
+    state: Any,
+    schedule: Schedule | None,
+    options: Options = None,
 ) -> list[StageMemory]:
     """Compiles the programs of a step and adds up what they need.
 
     Arguments:
         pieces: The pieces of the step, for its largest microbatch.
         variables: Where the variables lie.
-        state: The state, laid out.
+        state: The state, laid out; of its values, shapes and placements are enough.
         schedule: How many microbatches are under way at the same time; None for a step
             that only goes forward.
+        options: What the compiler is told besides.
     """
     found = []
     for stage in range(len(variables.meshes)):
         mine = [
-            _PieceMemory(pieces, piece, is_alone=schedule is None)
+            _PieceMemory(pieces, piece, schedule is None, options)
             for piece in range(len(pieces.programs))
             if pieces.stages[piece] == stage
         ]
@@ -59,8 +84,8 @@ def memory_of_stages(
         kept = max(largest * most, sum(each.kept for each in mine))
         found.append(
             StageMemory(
-                variables=_held(state, variables, stage)
-                + _copied(pieces, variables, stage),
+                held=_held(state, variables, stage)
+                | {"copies of variables": _copied(pieces, variables, stage)},
                 gradients=sum(each.gradients for each in mine),
                 kept=kept,
                 working=max((each.working for each in mine), default=0),
@@ -104,13 +129,12 @@ def refuse_stages_over_limit(
     )
 
 
-def _held(state: Any, variables: StageVariables, stage: int) -> int:
+def _held(state: Any, variables: StageVariables, stage: int) -> dict[str, int]:
     devices = set(variables.meshes[stage].devices.flat)
-    return sum(
-        _shard_bytes(leaf, leaf.sharding)
-        for leaf in jax.tree.leaves(state)
-        if devices <= leaf.sharding.device_set
-    )
+    return {
+        kind: sum(_own_bytes(v) for v in group if devices <= v.sharding.device_set)
+        for kind, group in zip(STATE_KINDS[len(state)], state, strict=True)
+    }
 
 
 def _copied(pieces: Pieces, variables: StageVariables, stage: int) -> int:
@@ -129,11 +153,13 @@ def _copied(pieces: Pieces, variables: StageVariables, stage: int) -> int:
 class _PieceMemory:
     """What one piece needs for a microbatch."""
 
-    def __init__(self, pieces: Pieces, piece: int, is_alone: bool) -> None:
+    def __init__(
+        self, pieces: Pieces, piece: int, is_alone: bool, options: Options
+    ) -> None:
         program = pieces.programs[piece]
         given = _given(pieces, program)
         run = program.forward_only if is_alone else program.forward
-        forward = run.lower(*given).compile()
+        forward = run.lower(*given).compile(compiler_options=options)
         shapes = jax.eval_shape(run, *given)
         *_, kept_places = forward.output_shardings
         *_, kept = shapes
@@ -149,16 +175,13 @@ class _PieceMemory:
         self.working = _working(forward) - put_out
         self.gradients = 0
         if program.has_backward and not is_alone:
-            placed = [
-                _placed(a, b) for a, b in zip(*_leaves(kept, kept_places), strict=True)
-            ]
+            placed = list(map(placed_shape, *_leaves(kept, kept_places)))
             carried = [_of(v, program.place(v)) for v in program.ends.carried]
             weights = given[0][0]
             self.gradients = sum(map(_own_bytes, weights))
-            backward = program.backward.lower(*given, placed, carried, weights)
-            self.working = max(
-                self.working, _working(backward.compile()) - self.gradients
-            )
+            lowered = program.backward.lower(*given, placed, carried, weights)
+            backward = lowered.compile(compiler_options=options)
+            self.working = max(self.working, _working(backward) - self.gradients)
 
 
 def _given(pieces: Pieces, program: PieceProgram) -> Any:
@@ -189,11 +212,7 @@ def _leaves(values: Any, places: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _of(v: Any, place: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=place)
-
-
-def _placed(shape: Any, place: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    return placed_shape(v.aval, place)
 
 
 def _own_bytes(value: Any) -> int:

@@ -16,7 +16,7 @@ from meshwright.models.stages import Input
 from meshwright.parallel.mesh import replicated
 from meshwright.parallel.transfers import Parcel, has_part, join_parts, move, part_on
 from meshwright.parallel.turns import run_in_order
-from meshwright.train.formulations import compiler_options
+from meshwright.models.formulations import compiler_options
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal

@@ -4,7 +4,11 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.models.stages import Input
-from meshwright.parallel.layout import lay_out_model, unique_variables
+from meshwright.parallel.layout import (
+    lay_out_model,
+    reference_of,
+    unique_variables,
+)
 from meshwright.parallel.mesh import sharding, stage_meshes
 from meshwright.parallel.plan import Plan, Spec
 from meshwright.train.cut import Cut
@@ -64,14 +68,3 @@ class StageVariables:
         slots = self._model.optimizer.variables
         found = [reference_of(slot, self._model) for slot in slots]
         return [None if w is None else positions[id(w)] for w in found]
-
-
-def reference_of(slot: Any, model: Any) -> Any:
-    """The weight that an optimizer's slot belongs to: same shape, path in its name."""
-    candidates = [
-        weight
-        for weight in model.trainable_variables
-        if tuple(weight.shape) == tuple(slot.shape)
-        and slot.name.startswith(weight.path.replace("/", "_"))
-    ]
-    return max(candidates, key=lambda weight: len(weight.path), default=None)

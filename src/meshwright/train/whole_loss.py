@@ -12,7 +12,7 @@ from meshwright.models.forward import rebuild
 from meshwright.models.stages import Input
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import replicated
-from meshwright.train.formulations import compiler_options
+from meshwright.models.formulations import compiler_options
 from meshwright.train.staged_steps import TRAIN
 
 import jax

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.models.convolution import (
     YNNPACK_WITHOUT_CONVOLUTIONS,
@@ -17,16 +17,21 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+Platform = Literal["cpu", "gpu"]
+
 _POOLING: Rules = {
     "reduce_window_max": max_by_slices,
     "select_and_scatter_add": max_gradient_by_slices,
 }
-_ON_CPU: Rules = {
-    **_POOLING,
-    "conv_general_dilated": convolve_in_order,
-    ("dot_general", "transpose"): product_in_order,
+BEST_FORMS: dict[Platform, Rules] = {
+    "cpu": {
+        **_POOLING,
+        "conv_general_dilated": convolve_in_order,
+        ("dot_general", "transpose"): product_in_order,
+    },
+    "gpu": {**_POOLING, "conv_general_dilated": convolve_single_channel},
 }
-_ELSEWHERE: Rules = {**_POOLING, "conv_general_dilated": convolve_single_channel}
+"""What takes the place of operations in a step, before it is compiled."""
 
 
 def in_best_form(
@@ -39,7 +44,7 @@ def in_best_form(
         mesh: The devices.
         is_moved: Whether it was traced for other devices in a mesh of the same shape.
     """
-    rules = _ON_CPU if _is_cpu(mesh) else _ELSEWHERE
+    rules = BEST_FORMS["cpu" if _is_cpu(mesh) else "gpu"]
 
     def run(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(step, return_shape=True)(*args)

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 import meshwright as mw
-from meshwright.train import formulations
-from meshwright.train.formulations import compiler_options
+from meshwright.models import formulations
+from meshwright.models.formulations import compiler_options
 from meshwright.train.mesh_step import MeshStep, training_state
 
 import keras

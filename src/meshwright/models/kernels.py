@@ -1,0 +1,319 @@
+"""What a compiler makes of a traced training step: kernels, and buffers between them.
+
+XLA computes most operations inside of the ones that read them (`models.fusing`), so
+that only some of their results ever lie in memory. Sizes grow with the samples of the
+batch, or do not; nothing is computed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from meshwright.models.flattening import flatten
+from meshwright.models.formulations import BEST_FORMS, Platform
+from meshwright.models.fusing import Fused, fuse
+from meshwright.models.operations import FlatProgram, Operation, Size, Value
+from meshwright.models.ordering import in_order
+from meshwright.models.rewriting import rewritten
+from meshwright.models.training import SAMPLES, StateKind, StepInput, TrainingStep
+
+import numpy as np
+
+Kind = Literal["product", "convolution", "elementwise", "reduction", "other", "loop"]
+
+Phase = Literal["forward", "backward", "update"]
+
+_KINDS: dict[str, Kind] = {
+    "product": "product",
+    "convolution": "convolution",
+    "reduction": "reduction",
+    "loop": "loop",
+    "other": "other",
+    "update": "other",
+    "gather": "other",
+}
+
+_SMALL_DEAR = {
+    *("exp", "log", "log1p", "expm1", "pow", "tanh", "erf", "erf_inv", "rsqrt"),
+    *("sqrt", "cbrt", "atan2", "sin", "cos", "digamma", "lgamma", "random_bits"),
+    "threefry2x32",
+}
+"""Operations that take many cycles for each number."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """A tensor that lies in memory."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: Size
+    given: StepInput | None = None
+    """What it is, if the step takes it."""
+    updates: StateKind | None = None
+    """What it becomes, if the step returns it."""
+    value: int = -1
+    """Which of the values of the flat program it is."""
+
+
+@dataclass(slots=True)
+class Kernel:
+    """Operations that are computed together."""
+
+    kind: Kind
+    phase: Phase
+    layer: str
+    reads: tuple[int, ...]
+    """The buffers that it reads."""
+    makes: tuple[int, ...]
+    numbers: Size
+    """Numbers that it computes, those in between included."""
+    dear: Size
+    """Numbers among them that take many cycles."""
+    operation: Any
+    """The one that the others are computed for."""
+    products: "tuple[Product, ...]" = ()
+    """The matrix products and convolutions among them."""
+    inner: "Kernels | None" = None
+    """What a loop repeats."""
+    times: int = 1
+    overwrites: tuple[int, ...] = ()
+    """The buffers among those it reads in whose place it can put what it makes."""
+    members: tuple[int, ...] = ()
+    """The operations of the flat program that it computes."""
+
+
+class Product(NamedTuple):
+    """A matrix product, or a convolution as one: how many, rows, inner, columns."""
+
+    batch: Size
+    rows: Size
+    inner: Size
+    columns: Size
+    dtype: str
+    form: str
+    """Of a product, which factors come transposed: nn, nt, tn or tt. Of a convolution,
+    what it computes: outputs, or the gradients of its inputs (spread, if it has
+    strides) or of its kernel."""
+    groups: int = 1
+
+    def flops(self, samples: float) -> float:
+        """Its floating point operations."""
+        sizes = (self.batch, self.rows, self.inner, self.columns)
+        return 2 * prod(size.at(samples) for size in sizes)
+
+
+@dataclass
+class Kernels:
+    """A program as a compiler would run it.
+
+    Attributes:
+        kernels: In the order in which they run.
+        buffers: What they read and make.
+        flat: The operations that they were made of.
+        returned: The buffers that the program returns, in order.
+    """
+
+    kernels: list[Kernel]
+    buffers: list[Buffer]
+    flat: FlatProgram
+    returned: list[int] = field(default_factory=list)
+
+    @cached_property
+    def phases(self) -> "np.ndarray[Any, Any]":
+        """The phase of each kernel."""
+        return np.array([kernel.phase for kernel in self.kernels])
+
+    @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """The last kernel that reads each buffer."""
+        return {b: i for i, kernel in enumerate(self.kernels) for b in kernel.reads}
+
+
+def kernels_of(
+    step: TrainingStep, platform: Platform = "cpu", samples: int = SAMPLES
+) -> Kernels:
+    """The kernels of a training step, in the order in which a compiler runs them.
+
+    Arguments:
+        step: The step.
+        platform: What it is compiled for.
+        samples: Of the batch on a device, for decisions that depend on sizes.
+    """
+    flat = flattened(step, platform)
+    found = make_kernels(flat, platform, samples)
+    places = {buffer.value: buffer for buffer in found.buffers}
+    for value, given in zip(flat.inputs, step.inputs, strict=True):
+        places[value].given = given
+    for made, value in renewed_values(step, flat).items():
+        if places[made].given is None:
+            places[made].updates = step.inputs[flat.inputs.index(value)].kind
+    return found
+
+
+def make_kernels(
+    flat: FlatProgram, platform: Platform, samples: int = SAMPLES
+) -> Kernels:
+    """The kernels of any program, in the order in which they run."""
+    return _Maker(flat, platform, samples).put_in_order()
+
+
+def renewed_values(step: TrainingStep, flat: FlatProgram) -> dict[int, int]:
+    """The values that take the place of what a step was given, with these."""
+    kept = [
+        value
+        for value, each in zip(flat.inputs, step.inputs, strict=True)
+        if each.kind != "data"
+    ]
+    return dict(zip(flat.outputs[-len(kept) :], kept, strict=True)) if kept else {}
+
+
+@lru_cache(maxsize=16)
+def flattened(step: TrainingStep, platform: Platform) -> FlatProgram:
+    """The operations of a step, in the form in which they are compiled."""
+    program = rewritten(step.program, BEST_FORMS[platform])
+    return flatten(program.jaxpr, platform)
+
+
+class _Maker:
+    """Makes kernels of the operations that are fused."""
+
+    def __init__(self, flat: FlatProgram, platform: Platform, samples: int) -> None:
+        self._flat = flat
+        self._platform = platform
+        self._samples = samples
+        self._names: dict[int, int] = {}
+        self.result = Kernels([], [], flat)
+        for value in (*flat.inputs, *flat.constants):
+            self.buffer(value)
+        for each in fuse(flat, platform, samples):
+            self.result.kernels.append(self._kernel(each))
+
+    def put_in_order(self) -> Kernels:
+        """The kernels, in the order in which they run."""
+        found = self.result
+        found.returned = [self.buffer(value) for value in self._flat.outputs]
+        order = in_order(found, self._platform, self._samples)
+        found.kernels = [found.kernels[number] for number in order]
+        return found
+
+    def buffer(self, value: int) -> int:
+        """The buffer of a value, which is made if there is none."""
+        if value not in self._names:
+            self._names[value] = len(self.result.buffers)
+            each = self._flat.values[value]
+            buffer = Buffer(each.shape, each.dtype, each.bytes, value=value)
+            self.result.buffers.append(buffer)
+        return self._names[value]
+
+    def _kernel(self, fused: Fused) -> Kernel:
+        flat = self._flat
+        operation = flat.operations[fused.root]
+        computed = [flat.operations[number] for number in fused.members]
+        inner = None
+        if operation.inner is not None:
+            made = _Maker(operation.inner, self._platform, self._samples)
+            inner = made.put_in_order()
+        main = _main(operation, computed)
+        return Kernel(
+            kind=_KINDS.get(main.sort, "elementwise"),
+            phase=_phase_of(operation.scope),
+            layer=operation.scope,
+            reads=tuple(self.buffer(v) for v in fused.reads),
+            makes=tuple(self.buffer(v) for v in operation.outputs),
+            numbers=_count(flat, [o for o in computed if o.sort != "broadcast"]),
+            dear=_count(flat, [o for o in computed if o.name in _SMALL_DEAR]),
+            operation=main.name,
+            products=tuple(_products(computed, flat.values)),
+            inner=inner,
+            times=operation.times,
+            overwrites=tuple(self.buffer(v) for v in fused.overwrites),
+            members=tuple(fused.members),
+        )
+
+
+def _main(root: Operation, computed: Sequence[Operation]) -> Operation:
+    """The operation of a kernel that takes the longest."""
+    for sort in ("product", "convolution", "reduction"):
+        for operation in computed:
+            if operation.sort == sort:
+                return operation
+    return root
+
+
+def _count(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
+    sizes = [
+        flat.values[v].size
+        for op in operations
+        if op.sort in ("elementwise", "reduction", "broadcast", "transpose", "moving")
+        for v in (op.inputs[:1] if op.sort == "reduction" else op.outputs)
+    ]
+    power = max((size.power for size in sizes), default=0)
+    return Size(sum(size.number for size in sizes if size.power == power), power)
+
+
+def _products(
+    operations: Sequence[Operation], values: Sequence[Value]
+) -> Iterator[Product]:
+    for operation in operations:
+        if operation.name == "dot_general":
+            yield _dot(operation, values)
+        elif operation.name == "conv_general_dilated":
+            yield _convolution(operation, values)
+
+
+def _dot(operation: Operation, values: Sequence[Value]) -> Product:
+    left, right = operation.shapes[:2]
+    (inner, of_right), (batch, _) = operation.params["dimension_numbers"]
+    together = prod(left[dim] for dim in batch)
+    shared = prod(left[dim] for dim in inner)
+    return Product(
+        Size.of(together),
+        Size.of(prod(left) // max(together * shared, 1)),
+        Size.of(shared),
+        Size.of(prod(right) // max(together * shared, 1)),
+        values[operation.inputs[0]].dtype,
+        ("n" if len(left) - 1 in inner else "t")
+        + ("t" if len(right) - 1 in of_right else "n"),
+    )
+
+
+def _convolution(operation: Operation, values: Sequence[Value]) -> Product:
+    kernel = operation.shapes[1]
+    made = values[operation.outputs[0]].shape
+    numbers = operation.params["dimension_numbers"]
+    features = made[numbers.out_spec[1]]
+    groups = max(
+        operation.params["feature_group_count"], operation.params["batch_group_count"]
+    )
+    # Of inputs that are spread out most are zeros, which need not be multiplied.
+    spread = prod(operation.params["lhs_dilation"])
+    inner = prod(kernel) // kernel[numbers.rhs_spec[0]]
+    return Product(
+        Size.of(groups),
+        Size.of(prod(made) // features),
+        Size.of(max(inner // spread, 1)),
+        Size.of(features // groups),
+        values[operation.inputs[0]].dtype,
+        _part(operation),
+        groups,
+    )
+
+
+def _part(operation: Operation) -> str:
+    if _phase_of(operation.scope) != "backward":
+        return "outputs"
+    # The gradient of a kernel sums over samples, which stand where channels do.
+    channels = operation.params["dimension_numbers"].lhs_spec[1]
+    sums_samples = Size.of(operation.shapes[0][channels]).power
+    if sums_samples:
+        return "kernel"
+    return "spread" if prod(operation.params["lhs_dilation"]) > 1 else "inputs"
+
+
+def _phase_of(scope: str) -> Phase:
+    if "transpose(" in scope:
+        return "backward"
+    return "forward" if "jvp(" in scope else "update"

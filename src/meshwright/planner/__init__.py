@@ -1,0 +1,1 @@
+"""Decides how a model is split: search, cost arithmetic, calibration, explanation."""

@@ -1,0 +1,369 @@
+"""Measures how fast this machine is, in less than a minute, and remembers it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from meshwright.planner.measuring import Shape, Stopwatch, Trial
+from meshwright.planner.speed import (
+    CollectivePoint,
+    ProductPoint,
+    Speed,
+    StreamPoint,
+)
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Sizes = tuple[int, int, int, int]
+"""How many products, their rows, inner size and columns."""
+
+_FORMS = {"nn": (2, 1), "nt": (2, 2), "tn": (1, 1)}
+"""The dims, after that of the batch, over which products of a form are summed."""
+
+_STEPS_ON_CPU = (32, 128, 512, 2048)
+_MOST_ON_CPU = 2**29
+"""Multiplications of a product; larger ones would take long and tell nothing new."""
+
+_PRODUCTS_ON_CPU: list[Sizes] = [
+    (128, 64, 32, 64),
+    (128, 64, 64, 32),
+    (512, 128, 16, 128),
+    (32, 128, 64, 128),
+    (16, 256, 32, 256),
+    *(
+        (1, a, b, c)
+        for (i, a), (j, b), (k, c) in product(enumerate(_STEPS_ON_CPU), repeat=3)
+        # Every other combination is enough.
+        if (i + j + k) % 2 and a * b * c <= _MOST_ON_CPU
+    ),
+]
+_PRODUCTS_ELSEWHERE: list[Sizes] = [
+    (1, 4096, 1024, 1024),
+    (64, 1024, 64, 1024),
+    (1, 8192, 4096, 4096),
+    (1, 32768, 256, 256),
+    (1, 1024, 8192, 1024),
+    (512, 128, 32, 128),
+    (512, 128, 128, 32),
+    (1, 512, 512, 512),
+    (1, 256, 65536, 256),
+    (1, 16384, 1024, 256),
+    (1, 256, 4096, 4096),
+    (1, 32768, 256, 1024),
+    (64, 1024, 1024, 64),
+    (1, 16384, 2048, 2048),
+    (1, 32768, 1024, 64),
+    (1, 2048, 512, 8192),
+]
+
+Convolution = tuple[int, int, int, int, int]
+"""Samples, size of the images, channels before and after, size of the window."""
+
+_CONVOLUTIONS_ON_CPU: list[Convolution] = [
+    (32, 32, 16, 16, 3),
+    (32, 16, 64, 64, 3),
+    (32, 28, 3, 32, 3),
+    (32, 8, 128, 128, 3),
+    (32, 16, 64, 128, 1),
+]
+_CONVOLUTIONS_ELSEWHERE: list[Convolution] = [
+    (128, 64, 64, 64, 3),
+    (128, 64, 24, 24, 3),
+    (128, 16, 256, 512, 3),
+    (128, 64, 3, 32, 3),
+    (128, 32, 256, 64, 1),
+    (128, 32, 96, 96, 3),
+]
+
+
+def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
+    """Times products, convolutions, collectives and everything else.
+
+    Arguments:
+        meshes: Meshes with an axis `data`: of one device, and of more for collectives.
+        most_seconds: When this time is over, products that are left are not timed.
+    """
+    one, *more = meshes
+    end = time.monotonic() + most_seconds
+    is_cpu = one.devices.flat[0].platform == "cpu"
+    watch = Stopwatch(one)
+    collectives = [point for mesh in more for point in _collectives(mesh)]
+    crowding = {mesh.size: _crowding(one, mesh) for mesh in more if is_cpu}
+    small = _small_programs(watch, is_cpu)
+    return Speed(
+        products=tuple(_timed_products(watch, is_cpu, end)),
+        streams=small.streams,
+        per_number=small.per_number,
+        per_dear=small.per_dear,
+        kernel=small.kernel if is_cpu else watch.waiting,
+        overlaps=not is_cpu,
+        turn=_turn(),
+        dispatch=_dispatch(),
+        fresh=_fresh() if is_cpu else 0.0,
+        collectives=tuple(collectives),
+        crowding=crowding,
+    )
+
+
+def _timed_products(
+    watch: Stopwatch, is_cpu: bool, end: float
+) -> Iterator[ProductPoint]:
+    wanted = list(_all_products(is_cpu))
+    # Few at a time, so that there is something of everything if time runs out.
+    for start in range(0, len(wanted), 48):
+        group = wanted[start : start + 48]
+        if time.monotonic() > end:
+            return
+        times = watch.seconds([trial for trial, _ in group])
+        for (_, point), seconds in zip(group, times, strict=True):
+            yield point._replace(seconds=seconds)
+
+
+Wanted = tuple[Trial, ProductPoint]
+"""A trial, and the point that it gives, but for its time."""
+
+
+def _all_products(is_cpu: bool) -> Iterator[Wanted]:
+    """What is to be timed, in turns, so that some of each comes early."""
+    products = _PRODUCTS_ON_CPU if is_cpu else _PRODUCTS_ELSEWHERE
+    convolutions = _CONVOLUTIONS_ON_CPU if is_cpu else _CONVOLUTIONS_ELSEWHERE
+    dtypes = ["float32"] if is_cpu else ["float32", "bfloat16"]
+    copies = 1 if is_cpu else 4
+    for number, sizes in enumerate(products):
+        if number < len(convolutions):
+            for part, dtype in product(_PARTS, dtypes):
+                yield _convolution(dtype, part, convolutions[number])
+        for form, dtype in product(_FORMS, dtypes):
+            yield _product(dtype, form, sizes, copies)
+
+
+def _product(dtype: str, form: str, sizes: Sizes, copies: int) -> Wanted:
+    batch, rows, inner, columns = sizes
+    of_left, of_right = _FORMS[form]
+    left = (batch, inner, rows) if of_left == 1 else (batch, rows, inner)
+    right = (batch, columns, inner) if of_right == 2 else (batch, inner, columns)
+    together: tuple[int, ...] = (0,)
+    if batch == 1:
+        left, right, together = left[1:], right[1:], ()
+        of_left, of_right = of_left - 1, of_right - 1
+
+    def multiply(a: Any, b: Any) -> Any:
+        dims = (((of_left,), (of_right,)), (together, together))
+        return jax.lax.dot_general(a, b, dims)
+
+    point = ProductPoint("product", dtype, form, *sizes, 0.0)
+    return Trial(multiply, [(left, dtype), (right, dtype)], copies), point
+
+
+_PARTS = ("outputs", "inputs", "kernel", "spread")
+
+
+def _convolution(dtype: str, part: str, shape: Convolution) -> Wanted:
+    samples, size, before, after, window = shape
+    stride = 2 if part == "spread" else 1
+    images = ((samples, size, size, before), dtype)
+    kernel = ((window, window, before, after), dtype)
+    made = ((samples, size // stride, size // stride, after), dtype)
+
+    def convolve(images: Any, kernel: Any) -> Any:
+        order = ("NHWC", "HWIO", "NHWC")
+        strides = (stride, stride)
+        return jax.lax.conv_general_dilated(
+            images, kernel, strides, "SAME", dimension_numbers=order
+        )
+
+    def gradient_of_inputs(kernel: Any, made: Any) -> Any:
+        given = jax.ShapeDtypeStruct(*images)
+        return jax.linear_transpose(lambda i: convolve(i, kernel), given)(made)
+
+    def gradient_of_kernel(images: Any, made: Any) -> Any:
+        given = jax.ShapeDtypeStruct(*kernel)
+        return jax.linear_transpose(lambda k: convolve(images, k), given)(made)
+
+    places = samples * size * size
+    if part == "outputs":
+        trial = Trial(convolve, [images, kernel])
+        sizes = (1, places, window**2 * before, after)
+    elif part == "kernel":
+        trial = Trial(gradient_of_kernel, [images, made])
+        sizes = (1, window**2 * before, places, after)
+    else:
+        trial = Trial(gradient_of_inputs, [kernel, made])
+        sizes = (1, places, max(window**2 * after // stride**2, 1), before)
+    return trial, ProductPoint("convolution", dtype, part, *sizes, 0.0)
+
+
+class _Small(NamedTuple):
+    """What is not a product."""
+
+    streams: tuple[StreamPoint, ...]
+    per_number: float
+    per_dear: float
+    kernel: float
+
+
+_CHEAP, _DEAR, _KERNELS = 24, 4, 3 * 16
+
+
+def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
+    """Times what reads and writes, computes a little or a lot, and next to nothing."""
+    exponents = range(12, 27, 2) if is_cpu else range(16, 31, 2)
+    copies = 1 if is_cpu else 8
+
+    def two(rows: int) -> list[Shape]:
+        return [((rows, 256), "float32")] * 2
+
+    rows = 2**10 if is_cpu else 2**18
+    trials = [Trial(_plain, two(2**e // 1024), copies) for e in exponents]
+    trials += [Trial(f, two(rows), copies) for f in (_plain, _cheap, _dear)]
+    trials += [Trial(_many_kernels, [((8, 8), "float32")])]
+    *times, plain, cheap, dear, kernels = watch.seconds(trials)
+    points = [
+        StreamPoint(3.0 * 2**exponent, seconds)
+        for exponent, seconds in zip(exponents, times, strict=True)
+    ]
+    number = 256 * rows
+    return _Small(
+        tuple(points),
+        max(cheap - plain, 0.0) / _CHEAP / number,
+        max(dear - plain, 0.0) / _DEAR / number,
+        kernels / _KERNELS,
+    )
+
+
+def _plain(a: Any, b: Any) -> Any:
+    return a * 1.5 + b
+
+
+def _cheap(a: Any, b: Any) -> Any:
+    for _ in range(_CHEAP // 3):
+        a = jnp.maximum(a * b, a + 0.5)
+    return a
+
+
+def _dear(a: Any, b: Any) -> Any:
+    return jnp.exp(a) + jnp.tanh(b) + jnp.log(a + 2.0) + jax.lax.erf(b)
+
+
+def _many_kernels(x: Any) -> Any:
+    # A product, a sum and what is done to each number.
+    for _ in range(_KERNELS // 3):
+        x = jnp.tanh(x @ x) / (1.0 + x.sum(axis=1, keepdims=True))
+    return x
+
+
+def _turn() -> float:
+    def run(number: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, number, lambda _, x: x * 0.5, x)
+
+    compiled = jax.jit(run)
+    x = jnp.ones(8)
+    for number in (10, 1000):
+        jax.block_until_ready(compiled(number, x))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(1000, x))
+    return (time.perf_counter() - start) / 1000
+
+
+def _dispatch() -> float:
+    """Seconds that the host takes to run a program of many small arrays."""
+    run = jax.jit(lambda arrays: [array + 1 for array in arrays], donate_argnums=0)
+    arrays = run([jnp.ones(8) for _ in range(32)])
+    start = time.perf_counter()
+    for _ in range(64):
+        arrays = run(arrays)
+    jax.block_until_ready(arrays)
+    return (time.perf_counter() - start) / 64
+
+
+_COLLECTIVE_BYTES = (2**10, 2**18, 2**22, 2**24)
+
+
+def _collectives(mesh: Mesh) -> Iterator[CollectivePoint]:
+    """Sums and gathers over all devices of a mesh, inside of a program."""
+
+    def all_reduce(x: Any) -> Any:
+        return jax.lax.psum(x, "data") * 0.5
+
+    def all_gather(x: Any) -> Any:
+        whole = jax.lax.all_gather(x, "data", tiled=True)
+        return jax.lax.dynamic_slice_in_dim(whole, 0, x.shape[0])
+
+    def permute(x: Any) -> Any:
+        pairs = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+        return jax.lax.ppermute(x, "data", pairs)
+
+    for kind, function, parts in (
+        ("all_reduce", all_reduce, 1),
+        ("all_gather", all_gather, mesh.size),
+        ("permute", permute, 1),
+    ):
+        for size in _COLLECTIVE_BYTES:
+            numbers = max(size // 4 // parts, 1)
+            seconds = _on_each(mesh, function, jnp.ones(numbers * mesh.size))
+            yield CollectivePoint(kind, mesh.size, float(size), seconds)
+
+
+def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> float:
+    """Seconds of a function of a device's part of an array, on all devices at once."""
+    spec = PartitionSpec("data")
+
+    def run(number: Any, array: Any) -> Any:
+        def inside(part: Any) -> Any:
+            return jax.lax.fori_loop(0, number, lambda _, x: function(x), part)
+
+        return jax.shard_map(
+            inside, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(array)
+
+    compiled = jax.jit(run)
+    placed = jax.device_put(array, NamedSharding(mesh, spec))
+
+    def timed(number: int) -> float:
+        jax.block_until_ready(compiled(number, placed))
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(number, placed))
+        return time.perf_counter() - start
+
+    once = timed(1)
+    number = max(2, min(512, int(0.05 / max(once, 1e-6))))
+    return max((timed(2 * number) - timed(number)) / number, 1e-9)
+
+
+def _crowding(one: Mesh, many: Mesh) -> float:
+    """How much longer devices of one CPU take together than one after the other."""
+
+    def work(x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x @ jnp.full((256, 256), 0.01)) + 0.1
+        return x
+
+    alone = _on_each(one, work, jnp.ones((64, 256)))
+    together = _on_each(many, work, jnp.ones((64 * many.size, 256)))
+    return together / (alone * many.size)
+
+
+def _fresh() -> float:
+    """Seconds for a byte that a program uses first, beyond using it again."""
+    size = 2**26
+
+    def run(number: Any, x: Any) -> Any:
+        # One array in between is too large to be kept for the next call.
+        big = jnp.broadcast_to(x, (size // 4,)) * 1.5
+        big = jax.lax.fori_loop(0, number, lambda _, big: big * 0.5, big)
+        return jax.lax.optimization_barrier(big)[:8].sum()
+
+    compiled = jax.jit(run)
+    x = jnp.ones(1)
+
+    def timed(number: int) -> float:
+        jax.block_until_ready(compiled(number, x))
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(number, x))
+        return time.perf_counter() - start
+
+    turn = (timed(9) - timed(1)) / 8
+    return max(timed(1) - 2 * turn, 0.0) / size

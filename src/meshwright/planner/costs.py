@@ -1,0 +1,165 @@
+"""What the kernels of a training step cost on a device, for batches of all sizes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.models.kernels import Kernel, Kernels
+from meshwright.planner.speed import Products, Speed
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class KernelCosts:
+    """Seconds of each kernel of a step.
+
+    Arguments:
+        kernels: The kernels.
+        speed: The device.
+    """
+
+    kernels: Kernels
+    speed: Speed
+
+    def seconds(
+        self, samples: float, divided: Array | None = None, degree: int = 1
+    ) -> Array:
+        """One entry for each kernel, on a batch of so many samples.
+
+        Arguments:
+            samples: Those of the batch, on one device.
+            divided: Whether the work of each kernel is divided over devices.
+            degree: How many these are.
+        """
+        share = 1.0 if divided is None else np.where(divided, 1.0 / degree, 1.0)
+        found = self._streams(samples, share)
+        numbers, products = self._products
+        if len(numbers):
+            sizes = products.at(samples)
+            if divided is not None:
+                sizes = _split(sizes, divided[numbers], degree)
+            flops = 2.0 * sizes.prod(axis=1)
+            wanted = Products(products.groups, sizes, flops)
+            multiplied = np.zeros(len(found))
+            np.add.at(multiplied, numbers, self.speed.product_seconds(wanted))
+            found = np.maximum(found, multiplied)
+        start = self.speed.kernel
+        found = np.maximum(found, start) if self.speed.overlaps else found + start
+        for number, costs in self._loops:
+            times = self.kernels.kernels[number].times
+            turn = float(costs.seconds(samples).sum()) + self.speed.turn
+            found[number] = times * turn
+        return found
+
+    def _streams(self, samples: float, share: Any) -> Array:
+        """Memory and arithmetic go on at the same time, so the slower one counts."""
+        moved = self._bytes.at(samples) * share
+        dear = self._dear.at(samples) * share * self.speed.per_dear
+        cheap = self._numbers.at(samples) * share * self.speed.per_number
+        return np.maximum(self.speed.stream_seconds(moved), dear + cheap)
+
+    @cached_property
+    def _bytes(self) -> "_Sizes":
+        buffers = self.kernels.buffers
+        return _Sizes.of(
+            [buffers[b].bytes for b in _touched(kernel)]
+            for kernel in self.kernels.kernels
+        )
+
+    @cached_property
+    def _dear(self) -> "_Sizes":
+        return _Sizes.of([kernel.dear] for kernel in self.kernels.kernels)
+
+    @cached_property
+    def _numbers(self) -> "_Sizes":
+        return _Sizes.of([kernel.numbers] for kernel in self.kernels.kernels)
+
+    @cached_property
+    def _products(self) -> tuple[Array, "_ProductSizes"]:
+        pairs = [
+            (number, product)
+            for number, kernel in enumerate(self.kernels.kernels)
+            for product in kernel.products
+        ]
+        numbers = np.array([number for number, _ in pairs], dtype=int)
+        return numbers, _ProductSizes.of([product for _, product in pairs])
+
+    @cached_property
+    def _loops(self) -> "list[tuple[int, KernelCosts]]":
+        return [
+            (number, KernelCosts(kernel.inner, self.speed))
+            for number, kernel in enumerate(self.kernels.kernels)
+            if kernel.inner is not None
+        ]
+
+
+def _touched(kernel: Kernel) -> list[int]:
+    """The buffers whose bytes move, some of them twice."""
+    if kernel.operation == "gather":
+        # Of a table only those rows are read that are wanted.
+        return [*kernel.makes, *kernel.makes]
+    if kernel.operation.startswith("scatter"):
+        # A table is changed in place, at a few rows.
+        return [*kernel.reads[-1:], *kernel.reads[-1:]]
+    return list({*kernel.reads, *kernel.makes})
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sums of sizes, by the power of the number of samples."""
+
+    numbers: Array
+
+    @classmethod
+    def of(cls, groups: Any) -> "_Sizes":
+        rows = []
+        for group in groups:
+            row = [0.0, 0.0, 0.0]
+            for size in group:
+                row[min(size.power, 2)] += size.number
+            rows.append(row)
+        return cls(np.array(rows).reshape(-1, 3))
+
+    def at(self, samples: float) -> Array:
+        return self.numbers @ np.array([1.0, samples, samples**2])
+
+
+@dataclass(frozen=True)
+class _ProductSizes:
+    groups: list[tuple[str, str, str]]
+    numbers: Array
+    powers: Array
+
+    @classmethod
+    def of(cls, products: list[Any]) -> "_ProductSizes":
+        sizes = [(p.batch, p.rows, p.inner, p.columns) for p in products]
+        return cls(
+            [
+                ("convolution" if p.form in _PARTS else "product", p.dtype, p.form)
+                for p in products
+            ],
+            np.array([[s.number for s in row] for row in sizes], dtype=float).reshape(
+                -1, 4
+            ),
+            np.array([[s.power for s in row] for row in sizes], dtype=float).reshape(
+                -1, 4
+            ),
+        )
+
+    def at(self, samples: float) -> Array:
+        return self.numbers * samples**self.powers
+
+
+_PARTS = ("outputs", "inputs", "kernel", "spread")
+
+
+def _split(sizes: Array, divided: Array, degree: int) -> Array:
+    """The sizes on one device; the larger of the dims that stay is split."""
+    sizes = sizes.copy()
+    largest = np.where(sizes[:, 1] > sizes[:, 3], 1, 3)
+    rows = np.flatnonzero(divided)
+    sizes[rows, largest[rows]] /= degree
+    return sizes

@@ -1,0 +1,278 @@
+"""What is alive at the same time while kernels run.
+
+Memory is assigned as XLA's compiler does it: what is updated lies in the place of its
+old value, an operation that works element by element writes over an input that nobody
+needs any more, and large tensors are placed first.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from meshwright.models.formulations import Platform
+from meshwright.models.fusing import LIBRARY_FROM
+from meshwright.models.kernels import Kernel, Kernels, make_kernels
+from meshwright.models.operations import FlatProgram
+from meshwright.planner.accumulating import LOOP
+from meshwright.planner.partitioning import ALL_REDUCE, JOIN, Partitioned
+
+import numpy as np
+
+LIBRARY_WORKSPACE = 32 * 2**20
+"""Bytes that XLA gives to cuBLAS for a matrix product, on Hopper chips."""
+
+LIBRARY_FLOPS = 5 * 10**8
+"""Products from this size on are often computed by cuBLAS; trials decide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Bytes of what a program makes that are alive when the most of them are."""
+
+    total: float
+    gradients: float
+    activations: float
+    returned: float
+    """Outputs that lie in no place of an input; they are not part of the total."""
+
+    @property
+    def rest(self) -> float:
+        """What is neither a gradient nor an activation."""
+        return self.total - self.gradients - self.activations
+
+
+class LivesBySize:
+    """The lives in a program, whose kernels depend on the size of the batch.
+
+    Arguments:
+        flat: The program; that of `parts`, or made of it.
+        parts: What of it is divided between devices.
+        renewed: Values that take the place of inputs, with these.
+        platform: What it is compiled for.
+    """
+
+    def __init__(
+        self,
+        flat: FlatProgram,
+        parts: Partitioned,
+        renewed: dict[int, int],
+        platform: Platform,
+    ) -> None:
+        self._flat = flat
+        self._parts = parts
+        self._renewed = renewed
+        self._platform: Platform = platform
+        self._at_bound = lru_cache(maxsize=None)(self._make)
+
+    def at(self, samples: int) -> "Lives":
+        """Those for so many samples on a device."""
+        return self._at_bound(bisect_right(self._bounds, samples))
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """The samples from which sizes count that decide what is fused."""
+        if self._platform != "cpu":
+            return []
+        sizes = {value.size for value in self._flat.values}
+        numbers = {size.number for size in sizes if size.power == 1 and size.number}
+        return sorted({-(-LIBRARY_FROM // number) for number in numbers})
+
+    def _make(self, bound: int) -> "Lives":
+        samples = self._bounds[bound - 1] if bound else 1
+        if not self._bounds:
+            samples = LIBRARY_FROM
+        kernels = make_kernels(self._flat, self._platform, samples)
+        return Lives(kernels, self._parts, self._renewed, self._platform)
+
+
+class Lives:
+    """From when to when each tensor that a program makes is alive.
+
+    Arguments:
+        kernels: The kernels, in order.
+        parts: What of them is divided between devices.
+        renewed: Values that take the place of inputs, with these.
+        platform: What they are compiled for.
+        is_inner: Whether this is what a loop repeats.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Partitioned | None,
+        renewed: dict[int, int],
+        platform: Platform,
+        is_inner: bool = False,
+    ) -> None:
+        self._kernels = kernels.kernels
+        self._buffers = kernels.buffers
+        self._makers = {b: i for i, k in enumerate(self._kernels) for b in k.makes}
+        self._last = dict(kernels.last_reads)
+        places = {buffer.value: i for i, buffer in enumerate(self._buffers)}
+        pairs = {places[a]: places[b] for a, b in renewed.items() if a in places}
+        self._renewed = {a: b for a, b in pairs.items() if a in self._makers and a != b}
+        returned = set(kernels.returned) & self._makers.keys()
+        self._returned = [] if is_inner else sorted(returned - self._renewed.keys())
+        skipped = self._renewed.keys() | set(self._returned)
+        self._made = [b for b in self._makers if b not in skipped]
+        self._numbers = np.array([b.bytes.number for b in self._buffers], dtype=float)
+        self._powers = np.array([b.bytes.power for b in self._buffers])
+        self._by_tensor = self._flags(parts.by_tensor if parts else [])
+        self._by_fsdp = self._flags(parts.by_fsdp if parts else [])
+        # Compilers for GPUs know the order of kernels before they assign memory.
+        self._copied = self._find_copied() if platform == "cpu" else []
+        self._products = [
+            (i, kernel.product, kernel.makes[0])
+            for i, kernel in enumerate(self._kernels)
+            if platform == "gpu" and kernel.product is not None
+        ]
+        self._starts = {b: self._makers[b] for b in self._made}
+        self._ends = {b: self._last.get(b, self._makers[b]) for b in self._made}
+        self._write_over()
+        self._turn = self._find_turn()
+        self._inner = [
+            (
+                i,
+                Lives(
+                    k.inner, parts if k.operation == LOOP else None, {}, platform, True
+                ),
+            )
+            for i, k in enumerate(self._kernels)
+            if k.inner is not None
+        ]
+
+    def _flags(self, of_values: list[bool]) -> Any:
+        number = len(of_values)
+        return np.array(
+            [b.value < number and of_values[b.value] for b in self._buffers], dtype=bool
+        )
+
+    def _find_copied(self) -> list[tuple[int, int]]:
+        """Inputs that are still read when what takes their place may be written.
+
+        They are copied at the beginning. With each comes the kernel that writes it.
+        """
+        ancestors: list[int] = []
+        readers: dict[int, list[int]] = {}
+        for number, kernel in enumerate(self._kernels):
+            bits = 1 << number
+            for buffer in kernel.reads:
+                readers.setdefault(buffer, []).append(number)
+                if buffer in self._makers:
+                    bits |= ancestors[self._makers[buffer]]
+            ancestors.append(bits)
+        return [
+            (old, self._makers[new])
+            for new, old in self._renewed.items()
+            if any(
+                not ancestors[self._makers[new]] >> reader & 1
+                for reader in readers.get(old, ())
+            )
+        ]
+
+    def _find_turn(self) -> int:
+        """The kernel with which the backward pass begins."""
+        heavy = ("product", "convolution", "loop")
+        for number, kernel in enumerate(self._kernels):
+            if kernel.phase == "backward" and kernel.kind in heavy:
+                return number
+        return len(self._kernels)
+
+    def _write_over(self) -> None:
+        """Lets results lie in the place of what is read for the last time."""
+        taken: set[int] = set()
+        for number, kernel in enumerate(self._kernels):
+            for made in kernel.makes:
+                if made not in self._starts:
+                    continue
+                size = self._buffers[made].bytes
+                for buffer in kernel.overwrites:
+                    is_free = buffer in self._starts and buffer not in taken
+                    is_last = is_free and self._ends[buffer] == number
+                    if is_last and self._buffers[buffer].bytes == size:
+                        taken.add(buffer)
+                        self._ends[buffer] = number - 1
+                        break
+
+    def most(self, samples: float, fsdp: int, tensor: int) -> Alive:
+        """What is alive when the most is.
+
+        Arguments:
+            samples: Of the batch on a device.
+            fsdp: The degree of that axis.
+            tensor: Likewise.
+        """
+        sizes = self._numbers * float(samples) ** self._powers
+        sizes = sizes / np.where(self._by_tensor, tensor, 1)
+        sizes = sizes / np.where(self._by_fsdp, fsdp, 1)
+        changes = np.zeros(len(self._kernels) + 2)
+        placed = self._placed_in_inputs(sizes)
+        left = [b for b in self._made if b not in placed]
+        starts = np.array([self._starts[b] for b in left], dtype=int)
+        ends = np.array([self._ends[b] for b in left], dtype=int)
+        mine = sizes[left] if left else np.zeros(0)
+        np.add.at(changes, starts, mine)
+        np.add.at(changes, ends + 1, -mine)
+        for buffer, _ in self._copied:
+            changes[0] += sizes[buffer]
+            changes[self._last.get(buffer, 0) + 1] -= sizes[buffer]
+        for number, product, made in self._products:
+            ways = tensor if self._by_tensor[made] else 1
+            if product.flops(samples) >= LIBRARY_FLOPS * ways and not product.window:
+                changes[number] += LIBRARY_WORKSPACE
+                changes[number + 1] -= LIBRARY_WORKSPACE
+        inside = {n: inner.most(samples, fsdp, tensor) for n, inner in self._inner}
+        for number, needed in inside.items():
+            changes[number] += needed.total
+            changes[number + 1] -= needed.total
+        alive = changes.cumsum()
+        at = int(alive.argmax())
+        there = [b for b, s, e in zip(left, starts, ends, strict=True) if s <= at <= e]
+        more = inside.get(at, Alive(0.0, 0.0, 0.0, 0.0))
+        gradients = sum(sizes[b] for b in there if self._is_gradient(b))
+        activations = sum(sizes[b] for b in there if self._is_activation(b))
+        return Alive(
+            total=float(alive[at]),
+            gradients=float(gradients + more.gradients),
+            activations=float(activations + more.activations),
+            returned=float(sum(sizes[b] for b in self._returned)),
+        )
+
+    def _placed_in_inputs(self, sizes: Any) -> set[int]:
+        """Tensors that lie in the place of an input that has been copied.
+
+        The largest are placed first, each in the smallest place that is free.
+        """
+        rooms: list[tuple[float, int, list[tuple[int, int]]]] = [
+            (sizes[old], end, []) for old, end in self._copied
+        ]
+        rooms.sort(key=lambda room: room[0])
+        if not rooms:
+            return set()
+        largest, found = rooms[-1][0], set()
+        fitting = [b for b in self._made if sizes[b] <= largest]
+        for buffer in sorted(fitting, key=lambda b: -sizes[b]):
+            start, end = self._starts[buffer], self._ends[buffer]
+            for size, until, taken in rooms:
+                if sizes[buffer] > size or end >= until:
+                    continue
+                if all(end < first or start > last for first, last in taken):
+                    taken.append((start, end))
+                    found.add(buffer)
+                    break
+        return found
+
+    def _kernel(self, buffer: int) -> Kernel:
+        return self._kernels[self._makers[buffer]]
+
+    def _is_gradient(self, buffer: int) -> bool:
+        kernel = self._kernel(buffer)
+        is_exchanged = kernel.operation in (ALL_REDUCE, JOIN, LOOP)
+        is_fixed = self._buffers[buffer].bytes.power == 0
+        return is_fixed and (kernel.phase == "backward" or is_exchanged)
+
+    def _is_activation(self, buffer: int) -> bool:
+        """Whether it was made before the backward pass, which still wants it."""
+        grows = self._buffers[buffer].bytes.power > 0
+        return grows and self._starts[buffer] < self._turn <= self._ends[buffer]

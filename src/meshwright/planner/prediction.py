@@ -1,0 +1,276 @@
+"""How long a step of a plan takes: kernels, collectives, the bubble of a pipeline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
+
+from meshwright.parallel.balance import choose_stage_cuts
+from meshwright.parallel.plan import Plan
+from meshwright.parallel.schedules import Schedule, make_schedule
+from meshwright.planner.costs import KernelCosts
+from meshwright.planner.links import Group, Links
+from meshwright.planner.machines import Machine
+from meshwright.planner.speed import Speed
+from meshwright.planner.splitting import TensorSplit
+from meshwright.planner.workload import Layers, Workload
+
+import numpy as np
+
+Array = np.ndarray
+
+STRETCH = 0.3
+"""About so many seconds of steps are dispatched together by `fit`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of a step, by part."""
+
+    parts: Mapping[str, float]
+    bubble: float | None = None
+    """The share of the stages' time in which they wait."""
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return sum(self.parts.values())
+
+
+class _Work(NamedTuple):
+    """Seconds of the kernels of a step on one device."""
+
+    forward: float
+    backward: float
+    update: float
+    by_layer: Array
+    """Forward and backward of each layer."""
+
+
+@dataclass
+class Predictor:
+    """Predicts the steps of plans; what plans have in common is computed once.
+
+    Arguments:
+        work: The training step.
+        machine: The devices.
+        speed: How fast they are.
+    """
+
+    work: Workload
+    machine: Machine
+    speed: Speed
+    _links: Links = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._links = Links(self.machine, self.speed)
+        self._costs = cache(self._costs_of)
+        self._seconds = cache(self._seconds_of)
+        self._cut = cache(self._cut_of)
+
+    def predict(self, plan: Plan, batch_size: int) -> Prediction:
+        """The seconds of a step of a plan."""
+        if plan.stages > 1:
+            return self._pipeline(plan, batch_size)
+        samples = _samples(plan, batch_size, plan.accumulate)
+        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples)
+        crowd = self._crowd(plan) * self.speed.crowding.get(plan.num_devices, 1.0)
+        prediction = Prediction(
+            parts={
+                "compute": crowd * plan.accumulate * (work.forward + work.backward),
+                "communication": self._gradients(plan) + self._inside(plan, samples),
+                "update": crowd * work.update / plan.fsdp,
+                "overhead": 0.0,
+            }
+        )
+        return self._with_overhead(prediction, plan, batch_size)
+
+    def _crowd(self, plan: Plan) -> int:
+        """How often the same cores do the work of a device."""
+        return plan.num_devices if self.machine.shares_cores else 1
+
+    def _with_overhead(
+        self, prediction: Prediction, plan: Plan, batch_size: int
+    ) -> Prediction:
+        """Adds what the host takes, and memory that is used for the first time.
+
+        Both are spent once for all steps that are dispatched together.
+        """
+        once = self.speed.dispatch
+        if self.speed.fresh:
+            needs = self.work.memory.estimate(plan, batch_size)
+            made = needs.activations + needs.temporaries + needs.gradients
+            once += self.speed.fresh * made * self._crowd(plan)
+        together = max(1, round(STRETCH / max(prediction.seconds, 1e-9)))
+        parts = {**prediction.parts, "overhead": once / together}
+        return replace(prediction, parts=parts)
+
+    def _costs_of(self, precision: str | None, remat: bool) -> KernelCosts:
+        return KernelCosts(self.work.kernels_for(precision, remat), self.speed)
+
+    def _split(self, precision: str | None, remat: bool, degree: int) -> TensorSplit:
+        return self.work.split_for(precision, remat, degree)
+
+    def _seconds_of(
+        self, precision: str | None, remat: bool, tensor: int, samples: float
+    ) -> _Work:
+        costs = self._costs(precision, remat)
+        if tensor > 1:
+            split = self._split(precision, remat, tensor)
+            each = costs.seconds(samples, split.divided_kernels, tensor)
+        else:
+            each = costs.seconds(samples)
+        layers = self._layers(precision, remat)
+        forward, backward = layers.sums(each, "forward"), layers.sums(each, "backward")
+        phases = costs.kernels.phases
+        return _Work(
+            float(each[phases == "forward"].sum()),
+            float(each[phases == "backward"].sum()),
+            float(each[phases == "update"].sum()),
+            forward + backward,
+        )
+
+    def _layers(self, precision: str | None, remat: bool) -> Layers:
+        return self.work.layers(precision, remat)
+
+    def _gradients(self, plan: Plan) -> float:
+        """Gradients are summed over replicas; shards of weights are gathered before.
+
+        Nothing of it is hidden: in programs that XLA compiled for eight GPUs, the sums
+        of gradients begin when the last of them is there.
+        """
+        held = self.work.weight_bytes(plan.tensor) / plan.stages
+        inner = plan.tensor
+        shard = held / plan.fsdp
+        fsdp = Group(plan.fsdp, inner)
+        data = Group(plan.data, inner * plan.fsdp)
+        times = 2 if plan.remat else 1
+        return (
+            times * self._links.all_gather(held, fsdp)
+            + self._links.reduce_scatter(held, fsdp)
+            + self._links.all_reduce(shard, data)
+        )
+
+    def _inside(self, plan: Plan, samples: float) -> float:
+        """Sums inside of the model: of split products, and over the whole batch."""
+        total = 0.0
+        if plan.tensor > 1:
+            split = self._split(plan.precision, plan.remat, plan.tensor)
+            buffers = self.work.kernels_for(plan.precision, plan.remat).buffers
+            group = Group(plan.tensor, 1)
+            for number in split.all_reduced:
+                num_bytes = buffers[number].bytes.at(samples)
+                total += self._links.all_reduce(num_bytes, group)
+        replicas = plan.data * plan.fsdp
+        if replicas > 1:
+            group = Group(replicas, plan.tensor)
+            number = self.work.num_batch_sums(plan.precision, plan.remat)
+            total += number * self._links.all_reduce(1024, group)
+        return plan.accumulate * total
+
+    def _pipeline(self, plan: Plan, batch_size: int) -> Prediction:
+        assert plan.microbatches is not None
+        samples = _samples(plan, batch_size, plan.microbatches)
+        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples)
+        key = (plan.precision, plan.remat, plan.tensor, samples, plan.num_pieces)
+        cut = self._cut(*key)
+        share = work.forward / max(work.forward + work.backward, 1e-12)
+        schedule = schedule_of(plan)
+        inner = plan.tensor * plan.fsdp * plan.data
+        send = self._links.send(cut.travels, Group(plan.stages, inner))
+        busy = float(cut.pieces.sum()) * plan.microbatches
+        update = work.update / plan.fsdp / plan.stages
+        if self.machine.shares_cores:
+            actions = len(schedule.actions)
+            parts = {
+                "compute": busy * inner,
+                "communication": self._gradients(plan) + actions * send / 2,
+                "bubble": 0.0,
+                "update": update * plan.num_devices,
+                "overhead": self.speed.dispatch * (actions + plan.stages),
+            }
+            return Prediction(parts=parts, bubble=schedule.bubble)
+        length = _length(schedule, cut.pieces, share, send)
+        ideal = busy / plan.stages
+        parts = {
+            "compute": ideal,
+            "communication": self._gradients(plan)
+            + plan.microbatches * self._inside(plan, samples) / plan.stages,
+            "bubble": length - ideal,
+            "update": update,
+            "overhead": self.speed.dispatch * len(schedule.actions) / plan.stages,
+        }
+        return Prediction(parts=parts, bubble=schedule.bubble)
+
+    def _cut_of(
+        self,
+        precision: str | None,
+        remat: bool,
+        tensor: int,
+        samples: float,
+        num_pieces: int,
+    ) -> "_Cut":
+        work = self._seconds(precision, remat, tensor, samples)
+        crossing = self._layers(precision, remat).crossing
+        scale = 1e12
+        costs = [round(scale * each) for each in work.by_layer]
+        travels = [round(each) for each in crossing]
+        places = [True] * len(costs)
+        cuts = choose_stage_cuts(costs, travels, places, num_pieces)
+        if cuts is None:
+            # More pieces than layers: the engine cuts inside of them.
+            each = work.by_layer.sum() / num_pieces
+            return _Cut(np.full(num_pieces, each), float(crossing.max()) * samples)
+        ends = pairwise([0, *cuts, len(costs)])
+        pieces = np.array([work.by_layer[a:b].sum() for a, b in ends])
+        return _Cut(pieces, float(crossing[cuts].max()) * samples)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan, made once for all plans that share it."""
+    name, number = plan.schedule or "", plan.microbatches or 1
+    return _schedule(name, plan.stages, number, plan.chunks)
+
+
+_schedule = cache(make_schedule)
+
+
+class _Cut(NamedTuple):
+    pieces: Array
+    """Seconds of each piece for a microbatch, forward and backward."""
+    travels: float
+    """Bytes that pass the widest cut."""
+
+
+def _samples(plan: Plan, batch_size: int, parts: int) -> float:
+    """Samples that a device computes at once."""
+    size = -(-batch_size // parts)
+    return size / gcd(size, plan.num_replicas)
+
+
+def _length(schedule: Schedule, pieces: Array, share: float, send: float) -> float:
+    """Seconds from the first action of a schedule to the end of the last.
+
+    A stage begins an action when it is done with the one before, and has what others
+    send it for it.
+    """
+    split = (1 - share) / 2
+    shares = {"forward": share, "backward": 1 - share}
+    shares |= {"input_gradients": split, "weight_gradients": split}
+    seconds = pieces.tolist()
+    free = [0.0] * schedule.num_stages
+    done: dict[tuple[bool, int, int], float] = {}
+    for action in schedule.actions:
+        piece = action.piece(schedule.num_stages)
+        is_forward = action.kind == "forward"
+        before = (is_forward, piece - 1 if is_forward else piece + 1, action.microbatch)
+        ready = done.get(before, -send) + send
+        if action.kind == "weight_gradients":
+            ready = 0.0
+        end = max(free[action.stage], ready) + seconds[piece] * shares[action.kind]
+        free[action.stage] = end
+        if action.kind != "weight_gradients":
+            done[is_forward, piece, action.microbatch] = end
+    return max(free)

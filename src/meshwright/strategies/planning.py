@@ -1,0 +1,254 @@
+"""`meshwright.plan`: which plan to use for a model, a batch and devices, and why."""
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from meshwright.devices.runtime import jax_devices_of_all
+from meshwright.devices.sizes import is_count
+from meshwright.errors import MachineError, PlanError
+from meshwright.parallel.plan import Plan, Precision
+from meshwright.planner.calibration import measure_speed
+from meshwright.planner.candidates import Candidate
+from meshwright.planner.machines import DeviceSpec, Machine, parse_machine
+from meshwright.planner.money import Choice, Wishes, choose, scaling_rows
+from meshwright.planner.prediction import Predictor
+from meshwright.planner.report import PlanReport
+from meshwright.planner.search import Search, with_ways_out
+from meshwright.planner.speeds import KnownSpeed, known_speed, store_speed
+from meshwright.planner.workload import Workload
+from meshwright.strategies.strategy import Strategy
+from meshwright.strategies.timing import time_steps
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+def plan(
+    model: Any,
+    batch_size: int,
+    devices: DeviceSpec | Machine = None,
+    *,
+    memory: int | str | None = None,
+    objective: str | None = None,
+    precision: Precision | None = None,
+    samples: int | None = None,
+    epochs: int | None = None,
+    finish_by: float | None = None,
+    at_most: float | None = None,
+    data: Any = None,
+    calibrate: bool = False,
+    measure: int = 0,
+) -> PlanReport:
+    """Says which plan to use, what it takes and costs, and why others lose.
+
+    Nothing is allocated or run, unless `calibrate` or `measure` ask for it.
+
+    Arguments:
+        model: A built and compiled model, with or without values.
+        batch_size: Samples of the global batch.
+        devices: `'8xH200'`, `'4x8xH100'`, a list of devices that are here, or None for
+            all of the best kind.
+        memory: What a step may use of each device, as `'40GiB'`.
+        objective: `'fastest'` (as if left out), `'cheapest'` or `'smallest'`.
+        precision: What layers compute in; as the model has it if left out.
+        samples: Samples of an epoch, for time and money.
+        epochs: Epochs of the whole training.
+        finish_by: Hours that the whole training may take.
+        at_most: US dollars that it may cost.
+        data: A batch as `(x, y)`, or its shapes, for models that do not say what they
+            take.
+        calibrate: Whether to measure first how fast the devices here are, which takes
+            less than a minute; the result is remembered for later plans.
+        measure: How many of the best plans are run here for a few steps, to correct
+            the predictions.
+
+    Returns:
+        A `PlanReport`, which prints well.
+
+    >>> import keras
+    >>> import meshwright as mw
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+    >>> model.compile("adam", "mse")
+    >>> mw.plan(model, batch_size=256, devices="8xH200").best.fits
+    True
+    """
+    if not is_count(batch_size):
+        raise PlanError(
+            f"plan received batch_size={batch_size!r}.",
+            "A global batch has a whole number of samples from 1.",
+            "Pass, for example, batch_size=256.",
+        )
+    machine = parse_machine(devices, memory=memory)
+    wishes = Wishes(
+        objective=objective,
+        finish_by=finish_by,
+        at_most=at_most,
+        samples=samples,
+        epochs=epochs,
+    )
+    if calibrate:
+        calibrate_here(machine)
+    if measure:
+        _refuse_elsewhere(machine, "measure")
+    known = known_speed(machine)
+    work = Workload.of(model, machine.kind, data)
+    found = _all_candidates(work, machine, known, batch_size, precision)
+    choice = choose(with_ways_out(found), wishes, batch_size=batch_size)
+    if measure:
+        choice = _measured(model, choice, wishes, machine, batch_size, measure, data)
+    return _report(work, machine, known, choice, wishes, batch_size, precision)
+
+
+def _all_candidates(
+    work: Workload,
+    machine: Machine,
+    known: KnownSpeed,
+    batch_size: int,
+    precision: Precision | None,
+) -> list[Candidate]:
+    return [
+        candidate
+        for number in machine.sizes()
+        for candidate in search(
+            work, machine.part(number), known, batch_size, precision
+        ).candidates(number)
+    ]
+
+
+def search(
+    work: Workload,
+    machine: Machine,
+    known: KnownSpeed,
+    batch_size: int,
+    precision: Precision | None = None,
+) -> Search:
+    """The search for a model on a machine."""
+    times = Predictor(work, machine, known.speed)
+    return Search(work, machine, batch_size, times, work.memory, (precision,))
+
+
+def _report(
+    work: Workload,
+    machine: Machine,
+    known: KnownSpeed,
+    choice: Choice,
+    wishes: Wishes,
+    batch_size: int,
+    precision: Precision | None,
+) -> PlanReport:
+    assert wishes.objective is not None
+    strong = _best_by_number((*choice.candidates, *choice.rejected), wishes, batch_size)
+    rows = scaling_rows(
+        strong, batch_size=batch_size, samples=wishes.samples, epochs=wishes.epochs
+    )
+    weak = {}
+    for number in strong:
+        size = max(batch_size * number // machine.num_devices, 1)
+        part = machine.part(number)
+        each = search(work, part, known, size, precision)
+        chosen = choose(each.candidates(number), Wishes(), batch_size=size)
+        if chosen.best is not None:
+            weak[number] = chosen.best
+    return PlanReport(
+        model=work.name,
+        batch_size=batch_size,
+        machine=machine,
+        best=choice.best,
+        candidates=choice.candidates,
+        rejected=choice.rejected,
+        objective=wishes.objective,
+        error_band=known.error,
+        source=known.source,
+        samples=wishes.samples,
+        epochs=wishes.epochs,
+        scaling=rows,
+    )
+
+
+def _best_by_number(
+    found: tuple[Candidate, ...], wishes: Wishes, batch_size: int
+) -> dict[int, Candidate]:
+    best: dict[int, Candidate] = {}
+    for candidate in found:
+        known = best.get(candidate.num_devices)
+        if candidate.fits and (known is None or _seconds(candidate) < _seconds(known)):
+            best[candidate.num_devices] = candidate
+    return dict(sorted(best.items()))
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds or float("inf")
+
+
+def calibrate_here(machine: Machine) -> None:
+    """Measures how fast the devices here are, and remembers it."""
+    _refuse_elsewhere(machine, "calibrate")
+    meshes = [_mesh(machine.devices[:n]) for n in machine.sizes()]
+    store_speed(machine, measure_speed(meshes))
+
+
+def _mesh(names: tuple[str, ...]) -> Mesh:
+    available = jax_devices_of_all()
+    devices = np.array([available[name] for name in names], dtype=object)
+    return Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+
+
+def _refuse_elsewhere(machine: Machine, what: str) -> None:
+    if not machine.is_here:
+        raise MachineError(
+            f"plan received {what} for {machine}.",
+            "Only devices that are here can be measured.",
+            f"Leave {what} out, or leave devices out to plan for those that are here.",
+        )
+
+
+def _measured(
+    model: Any,
+    choice: Choice,
+    wishes: Wishes,
+    machine: Machine,
+    batch_size: int,
+    number: int,
+    data: Any,
+) -> Choice:
+    """The same plans, of which the best ones have run, in the order that follows."""
+    timed = {
+        candidate.plan: time_steps(
+            model, strategy_of(candidate.plan, machine), batch_size, data
+        )
+        for candidate in choice.candidates[:number]
+    }
+    ratios = [
+        timed[candidate.plan] / candidate.step_seconds
+        for candidate in choice.candidates
+        if candidate.plan in timed and candidate.step_seconds
+    ]
+    correction = statistics.median(ratios) if ratios else 1.0
+    corrected = [
+        _corrected(candidate, correction, timed.get(candidate.plan))
+        for candidate in (*choice.candidates, *choice.rejected)
+    ]
+    return choose(corrected, wishes, batch_size=batch_size)
+
+
+def _corrected(
+    candidate: Candidate, correction: float, measured: float | None
+) -> Candidate:
+    if candidate.step_seconds is None:
+        return candidate
+    parts = {name: correction * each for name, each in candidate.parts.items()}
+    return replace(
+        candidate,
+        step_seconds=correction * candidate.step_seconds,
+        parts=parts,
+        measured_seconds=measured,
+    )
+
+
+def strategy_of(plan: Plan, machine: Machine) -> Strategy:
+    """A strategy with a plan, on the first devices of a machine that is here."""
+    per_host = plan.num_devices // machine.num_hosts
+    names = machine.devices[: max(per_host, 1)]
+    return Strategy(plan, names)

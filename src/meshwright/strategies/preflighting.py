@@ -1,0 +1,256 @@
+"""`meshwright.preflight`: does a training fit, and what is the smallest change if not?"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from meshwright.devices.sizes import format_bytes, is_count, parse_bytes
+from meshwright.errors import MeshwrightError, PlanError
+from meshwright.parallel.plan import Plan
+from meshwright.planner.machines import parse_machine
+from meshwright.planner.search import changes
+from meshwright.planner.workload import Workload
+from meshwright.strategies.attach import attached
+from meshwright.strategies.names import Single
+from meshwright.strategies.strategy import Strategy
+from meshwright.train.exact_memory import ExactMemory, exact_memory
+
+MOST_COMPILED = 6
+"""So many changes are compiled, to be certain that they fit."""
+
+MARGIN = 1.15
+"""Changes that need this much more by estimate are not compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suggestion:
+    """A change that makes a training fit."""
+
+    words: str
+    """What to change."""
+    plan: Plan
+    batch_size: int
+    bytes_per_device: int
+    """What it needs then."""
+
+    def __str__(self) -> str:
+        return f"{self.words}: {format_bytes(self.bytes_per_device)} per device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """Whether a training step fits into the memory of its devices."""
+
+    model: str
+    plan: Plan
+    batch_size: int
+    fits: bool
+    bytes_per_device: int
+    """Of the device that needs most, by the compiler's own account."""
+    by_kind: Mapping[str, int]
+    """The same by kind: parameters, optimizer state, batch, temporaries, ..."""
+    limit: int | None
+    """Bytes that a step may use; None if nobody knows."""
+    because: str
+    """Where the limit comes from."""
+    suggestion: Suggestion | None = None
+    """The smallest change that fits, if this does not and there is one."""
+
+    def __str__(self) -> str:
+        what = f"{self.model}, batch of {self.batch_size}, {self.plan.describe()}"
+        limit = "unknown" if self.limit is None else format_bytes(self.limit)
+        verdict = "fits" if self.fits else "does not fit"
+        lines = [
+            f"{what}: {verdict}",
+            f"  needs  {format_bytes(self.bytes_per_device)} per device",
+            f"  limit  {limit} ({self.because})",
+        ]
+        lines += [f"    {format_bytes(size):>12}  {k}" for k, size in self._kinds()]
+        if self.suggestion is not None:
+            lines.append(f"  smallest change that fits: {self.suggestion}")
+        elif not self.fits:
+            lines.append("  no change that was tried fits; use more devices")
+        return "\n".join(lines)
+
+    def _kinds(self) -> list[tuple[str, int]]:
+        return [(kind, size) for kind, size in self.by_kind.items() if size]
+
+    def to_json(self) -> dict[str, Any]:
+        """What is known, as JSON values."""
+        change = self.suggestion
+        return {
+            "model": self.model,
+            "plan": self.plan.to_json(),
+            "batch_size": self.batch_size,
+            "fits": self.fits,
+            "bytes_per_device": self.bytes_per_device,
+            "by_kind": dict(self.by_kind),
+            "limit": self.limit,
+            "because": self.because,
+            "suggestion": None
+            if change is None
+            else {
+                "words": change.words,
+                "plan": change.plan.to_json(),
+                "batch_size": change.batch_size,
+                "bytes_per_device": change.bytes_per_device,
+            },
+        }
+
+
+def preflight(
+    model: Any,
+    batch_size: int,
+    strategy: Strategy | None = None,
+    memory: int | str | None = None,
+    data: Any = None,
+) -> Preflight:
+    """Says whether a training fits, by compiling its step; nothing is allocated or run.
+
+    Arguments:
+        model: A built and compiled model, with or without values.
+        batch_size: Samples of the global batch.
+        strategy: How it is to be trained; the model's own, or one device, if left out.
+        memory: What a step may use of each device, as `'16GiB'`; what the devices have
+            if left out.
+        data: A batch as `(x, y)`, or its shapes, for models that do not say what they
+            take.
+
+    Returns:
+        A `Preflight`: `fits`, `bytes_per_device`, `by_kind` and, if it does not fit,
+        the smallest change that does as `suggestion`.
+
+    >>> import keras
+    >>> import meshwright as mw
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+    >>> model.compile("adam", "mse")
+    >>> mw.preflight(model, batch_size=256, strategy=mw.Mirrored(), memory="1MiB").fits
+    True
+    """
+    if not is_count(batch_size):
+        raise PlanError(
+            f"preflight received batch_size={batch_size!r}.",
+            "A global batch has a whole number of samples from 1.",
+            "Pass, for example, batch_size=256.",
+        )
+    chosen = strategy or attached(model) or Single()
+    limit, because = _limit(chosen, memory)
+    found = exact_memory(model, chosen.plan, chosen.mesh, batch_size, data)
+    needed = _rounded_up(found)
+    fits = limit is None or needed <= limit
+    answer = Preflight(
+        model=model.name,
+        plan=chosen.plan,
+        batch_size=batch_size,
+        fits=fits,
+        bytes_per_device=needed,
+        by_kind=found.by_kind,
+        limit=limit,
+        because=because,
+    )
+    if fits or limit is None:
+        return answer
+    return replace(
+        answer, suggestion=_Changes(model, chosen, data, limit).smallest(answer)
+    )
+
+
+def _rounded_up(found: ExactMemory) -> int:
+    return found.bytes_per_device
+
+
+def _limit(strategy: Strategy, memory: int | str | None) -> tuple[int | None, str]:
+    if memory is not None:
+        return parse_bytes(memory, "memory"), "as memory= says"
+    machine = parse_machine(list(strategy.devices))
+    return machine.usable_memory, machine.memory_because
+
+
+class _Changes:
+    """Ways to need less memory on the same devices, the smallest first."""
+
+    def __init__(self, model: Any, strategy: Strategy, data: Any, limit: int) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._data = data
+        self._limit = limit
+        machine = parse_machine(list(strategy.devices))
+        self._estimates = Workload.of(model, machine.kind, data).memory
+
+    def smallest(self, answer: Preflight) -> Suggestion | None:
+        """The first change that fits, by the compiler's account."""
+        promising = [
+            (plan, size)
+            for plan, size in _ordered(answer.plan, answer.batch_size)
+            if self._estimate(plan, size) <= MARGIN * self._limit
+        ]
+        for plan, size in promising[:MOST_COMPILED]:
+            needed = self._needed(plan, size)
+            if needed is not None and needed <= self._limit:
+                words = _words(answer.plan, plan, answer.batch_size, size)
+                return Suggestion(
+                    words=words, plan=plan, batch_size=size, bytes_per_device=needed
+                )
+        return None
+
+    def _estimate(self, plan: Plan, batch_size: int) -> float:
+        return self._estimates.estimate(plan, batch_size).total
+
+    def _needed(self, plan: Plan, batch_size: int) -> int | None:
+        mesh = Strategy(plan, self._strategy.devices).mesh
+        try:
+            found = exact_memory(self._model, plan, mesh, batch_size, self._data)
+        except MeshwrightError:
+            return None  # the plan does not suit the model
+        return _rounded_up(found)
+
+
+def _ordered(plan: Plan, batch_size: int) -> list[tuple[Plan, int]]:
+    """Changes of a plan and its batch, those that change the least first.
+
+    What leaves the result as it is comes before what rounds it, and that before what
+    trains on other batches.
+    """
+    found = []
+    for effort, changed in _changed_plans(plan):
+        for halvings in range(5):
+            size = batch_size >> halvings
+            parts = changed.num_replicas * (changed.microbatches or changed.accumulate)
+            if size and size % parts == 0 and (changed != plan or halvings):
+                found.append((effort + 2.5 * halvings, changed, size))
+    found.sort(key=lambda each: each[0])
+    return [(each, size) for _, each, size in found]
+
+
+def _changed_plans(plan: Plan) -> Iterator[tuple[float, Plan]]:
+    precisions = {plan.precision: 0.0, "bfloat16": 2.0}
+    if plan.precision in ("bfloat16", "float16"):
+        precisions = {plan.precision: 0.0}
+    parts = (1, 2, 4, 8, 16)
+    for axes, (precision, rounding), remat, times in product(
+        _axes(plan), precisions.items(), {plan.remat, True}, parts
+    ):
+        effort = 1.5 * (axes != {}) + rounding + 1.0 * (remat != plan.remat)
+        effort += 0.2 * parts.index(times) + 0.4 * (times > 1)
+        changed = {"precision": precision, "remat": remat, **axes}
+        if plan.stages > 1:
+            changed["microbatches"] = (plan.microbatches or 1) * times
+        else:
+            changed["accumulate"] = plan.accumulate * times
+        yield effort, replace(plan, **changed)
+
+
+def _axes(plan: Plan) -> Iterator[dict[str, int]]:
+    """The same axes, and those in which replicas hold parts of the weights."""
+    yield {}
+    for degree in range(2, plan.data + 1):
+        if plan.data % degree == 0:
+            yield {"data": plan.data // degree, "fsdp": plan.fsdp * degree}
+
+
+def _words(plan: Plan, changed: Plan, batch_size: int, size: int) -> str:
+    wanted = changes(plan, changed) if changed != plan else []
+    if size != batch_size:
+        wanted.append(f"batch_size={size}")
+    return ", ".join(wanted)

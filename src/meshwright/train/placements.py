@@ -1,0 +1,36 @@
+"""Where all variables of a training belong on a mesh without stages."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.parallel.layout import (
+    VariableLayout,
+    reference_of,
+    unique_variables,
+)
+from meshwright.parallel.mesh import replicated, sharding
+
+from jax.sharding import Mesh, NamedSharding
+
+
+def place_variables(
+    model: Any, layouts: Mapping[str, VariableLayout], mesh: Mesh
+) -> Iterator[tuple[Any, NamedSharding]]:
+    """The variables of a model, its metrics and its optimizer, each with its place.
+
+    Arguments:
+        model: The model.
+        layouts: Those of its own variables, by path.
+        mesh: The devices.
+    """
+    whole = replicated(mesh)
+    places = {}
+    for path, variable in unique_variables(model).items():
+        places[id(variable)] = where = sharding(mesh, layouts[path].spec)
+        yield variable, where
+    for variable in model.metrics_variables:
+        yield variable, whole
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        for slot in optimizer.variables:
+            yield slot, places.get(id(reference_of(slot, model)), whole)

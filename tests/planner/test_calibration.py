@@ -1,0 +1,42 @@
+"""The calibration measures what it says, on this machine."""
+
+import meshwright as mw
+from meshwright.planner.calibration import measure_speed
+from meshwright.planner.measuring import Stopwatch, Trial
+from meshwright.strategies.planning import _mesh
+
+import jax.numpy as jnp
+
+
+def test_the_stopwatch_sees_that_more_work_takes_longer() -> None:
+    shapes = [((256, 256), "float32")] * 2
+
+    def once(a: jnp.ndarray, b: jnp.ndarray) -> jnp.ndarray:
+        return a @ b
+
+    def often(a: jnp.ndarray, b: jnp.ndarray) -> jnp.ndarray:
+        for _ in range(8):
+            a = a @ b
+        return a
+
+    watch = Stopwatch(mw.Single().mesh)
+    short, long = watch.seconds([Trial(once, shapes), Trial(often, shapes)])
+    assert 3 < long / short < 20
+
+
+def test_a_calibration_without_time_has_everything_but_products() -> None:
+    speed = measure_speed([_mesh(("/device:CPU:0",))], most_seconds=0.0)
+    assert speed.products == ()
+    assert len(speed.streams) == 8
+    assert all(point.seconds > 0 for point in speed.streams)
+    assert speed.dispatch > 0
+    assert speed.fresh > 0
+    assert not speed.overlaps
+
+
+def test_collectives_are_timed_on_all_devices_at_once() -> None:
+    meshes = [_mesh(("/device:CPU:0",)), _mesh(("/device:CPU:0", "/device:CPU:1"))]
+    speed = measure_speed(meshes, most_seconds=0.0)
+    kinds = {(point.kind, point.num_devices) for point in speed.collectives}
+    assert kinds == {("all_reduce", 2), ("all_gather", 2), ("permute", 2)}
+    assert speed.crowding.keys() == {2}
