@@ -5,6 +5,7 @@ None of its figures was chosen with them in mind.
 
 from meshwright.models.profile import build_abstractly
 from meshwright.parallel.plan import Plan
+from meshwright.planner.candidates import Candidate
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.money import Wishes, choose
 from meshwright.planner.search import Search
@@ -25,9 +26,7 @@ def gpt(layers: int, width: int, heads: int, length: int = 2048) -> keras.Model:
     x = L.Embedding(51_200, width)(tokens)
     for _ in range(layers):
         h = L.LayerNormalization()(x)
-        x = x + L.MultiHeadAttention(heads, width // heads)(
-            h, h, use_causal_mask=True
-        )
+        x = x + L.MultiHeadAttention(heads, width // heads)(h, h, use_causal_mask=True)
         h = L.Dense(4 * width, activation="gelu")(L.LayerNormalization()(x))
         x = x + L.Dense(width)(h)
     x = L.LayerNormalization()(x)
@@ -44,11 +43,8 @@ def test_state_of_7_5_billion_parameters_over_64_devices_as_in_the_zero_paper() 
     with two moments. Here it has 12 bytes of state, and gradients live shortly.
     """
     model = build_abstractly(lambda: gpt(36, 4096, 32, length=8))
-    count = sum(v.shape.num_elements() if hasattr(v.shape, "num_elements") else 0
-                for v in model.trainable_variables)
     memory = Workload.of(model, "GPU").memory
     whole, split = (memory.estimate(plan, 64) for plan in (Plan(), Plan(fsdp=64)))
-    del count
     state = whole.parameters + whole.optimizer
     assert state / 12 == pytest.approx(7.5e9, rel=0.05)
     assert 16 * state / 12 == pytest.approx(120 * GB, rel=0.05)
@@ -89,12 +85,12 @@ def test_megatrons_degrees_are_among_the_best_three(
     assert (tensor, stages) in degrees[:3]
 
 
-def _without_fsdp(made: Search, num_devices: int) -> list:
+def _without_fsdp(made: Search, num_devices: int) -> list[Candidate]:
     found = []
     for tensor in (1, 2, 4, 8):
         for stages in (1, 2, 4, 8):
             plan = Plan(
                 data=num_devices // tensor // stages, tensor=tensor, stages=stages
             )
-            found += made._variants(plan)
+            found += made.variants(plan)
     return found

@@ -46,7 +46,8 @@ class Memory:
     def estimate(self, plan: Plan, batch_size: int) -> MemoryEstimate:
         state = 1024 // (plan.fsdp * plan.tensor * plan.stages * (1 + plan.remat))
         nothing = dict.fromkeys(
-            ("optimizer", "gradients", "activations", "temporaries", "batch", "other"), 0
+            ("optimizer", "gradients", "activations", "temporaries", "batch", "other"),
+            0,
         )
         return MemoryEstimate(parameters=state, **nothing)
 
@@ -124,5 +125,3 @@ def test_changes_are_named_by_the_arguments_that_make_them() -> None:
         "bfloat16",
     ]
     assert changes(Plan(data=8), Plan(data=4)) == ["data=4"]
-
-

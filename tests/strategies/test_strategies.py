@@ -318,7 +318,7 @@ def test_distribute_takes_a_model_and_a_strategy() -> None:
         "Wrap layers in a model, for example keras.Sequential([...]).",
     ]
     with pytest.raises(StrategyError) as caught:
-        mw.distribute(make_model(), "mirrored")  # type: ignore[arg-type]
+        mw.distribute(make_model(), "mirrored")
     assert str(caught.value).split("\n") == [
         "distribute received 'mirrored' (a str) as strategy.",
         "It takes a strategy.",

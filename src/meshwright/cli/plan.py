@@ -3,7 +3,7 @@
 import meshwright as mw
 from meshwright.cli.model_file import load_model
 from meshwright.cli.output import json_option, print_json
-from meshwright.parallel.plan import PRECISIONS
+from meshwright.parallel.plan import PRECISIONS, Precision
 from meshwright.planner.machines import Machine, parse_machine
 from meshwright.planner.money import Wishes
 from meshwright.planner.report import PlanReport
@@ -34,7 +34,7 @@ def plan(
     batch: int,
     memory: str | None,
     objective: str | None,
-    precision: str | None,
+    precision: Precision | None,
     samples: int | None,
     epochs: int | None,
     finish_by: float | None,
@@ -57,7 +57,7 @@ def plan(
         epochs=epochs,
     )
     built = load_model(model)
-    report = mw.plan(  # type: ignore[attr-defined]
+    report = mw.plan(
         built,
         batch,
         devices,

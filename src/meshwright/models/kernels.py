@@ -99,10 +99,18 @@ class Product(NamedTuple):
     strides) or of its kernel."""
     groups: int = 1
 
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution."""
+        return self.form in _PARTS
+
     def flops(self, samples: float) -> float:
         """Its floating point operations."""
         sizes = (self.batch, self.rows, self.inner, self.columns)
         return 2 * prod(size.at(samples) for size in sizes)
+
+
+_PARTS = ("outputs", "inputs", "kernel", "spread")
 
 
 @dataclass

@@ -88,10 +88,6 @@ def trace_loss(
     """
     import keras
 
-    refuse_unbuilt(model)
-    _refuse_uncompiled(model)
-    install_keras_hooks()
-
     def run(state: Any, batch: Any) -> Any:
         weights, others, slots, metrics = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -107,13 +103,10 @@ def trace_loss(
         )
         return loss, aux[2], aux[3]
 
-    with keeping_precision(model):
-        set_precision(model, precision)
-        batch = _batch(model, data)
-        with _standing_in(model):
-            groups = _state(model)
-            shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
-            program, outputs = jax.make_jaxpr(run, return_shape=True)(shapes, batch)
+    with ready_to_train(model, data, SAMPLES, precision, metrics=False) as batch:
+        groups = _state(model)
+        shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
+        program, outputs = jax.make_jaxpr(run, return_shape=True)(shapes, batch)
     inputs = [
         Input(ROLES[kind], number)
         for group, kind in groups

@@ -143,7 +143,9 @@ def _all_products(is_cpu: bool) -> Iterator[Wanted]:
 def _product(dtype: str, form: str, sizes: Sizes, copies: int) -> Wanted:
     batch, rows, inner, columns = sizes
     of_left, of_right = _FORMS[form]
+    left: tuple[int, ...]
     left = (batch, inner, rows) if of_left == 1 else (batch, rows, inner)
+    right: tuple[int, ...]
     right = (batch, columns, inner) if of_right == 2 else (batch, inner, columns)
     together: tuple[int, ...] = (0,)
     if batch == 1:

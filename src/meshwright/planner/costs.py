@@ -138,7 +138,7 @@ class _ProductSizes:
         sizes = [(p.batch, p.rows, p.inner, p.columns) for p in products]
         return cls(
             [
-                ("convolution" if p.form in _PARTS else "product", p.dtype, p.form)
+                ("convolution" if p.is_convolution else "product", p.dtype, p.form)
                 for p in products
             ],
             np.array([[s.number for s in row] for row in sizes], dtype=float).reshape(
@@ -151,9 +151,6 @@ class _ProductSizes:
 
     def at(self, samples: float) -> Array:
         return self.numbers * samples**self.powers
-
-
-_PARTS = ("outputs", "inputs", "kernel", "spread")
 
 
 def _split(sizes: Array, divided: Array, degree: int) -> Array:

@@ -123,9 +123,10 @@ class Lives:
         # Compilers for GPUs know the order of kernels before they assign memory.
         self._copied = self._find_copied() if platform == "cpu" else []
         self._products = [
-            (i, kernel.product, kernel.makes[0])
+            (i, product, kernel.makes[0])
             for i, kernel in enumerate(self._kernels)
-            if platform == "gpu" and kernel.product is not None
+            for product in kernel.products
+            if platform == "gpu" and not product.is_convolution
         ]
         self._starts = {b: self._makers[b] for b in self._made}
         self._ends = {b: self._last.get(b, self._makers[b]) for b in self._made}
@@ -219,7 +220,7 @@ class Lives:
             changes[self._last.get(buffer, 0) + 1] -= sizes[buffer]
         for number, product, made in self._products:
             ways = tensor if self._by_tensor[made] else 1
-            if product.flops(samples) >= LIBRARY_FLOPS * ways and not product.window:
+            if product.flops(samples) >= LIBRARY_FLOPS * ways:
                 changes[number] += LIBRARY_WORKSPACE
                 changes[number + 1] -= LIBRARY_WORKSPACE
         inside = {n: inner.most(samples, fsdp, tensor) for n, inner in self._inner}

@@ -280,9 +280,7 @@ class MemoryModel:
         parts = partition(
             flat, splits.inputs, renewed, platform, sums_over_samples=sums_over_samples
         )
-        return _Program(
-            step, parts, renewed, splits.inputs, platform, is_accumulated
-        )
+        return _Program(step, parts, renewed, splits.inputs, platform, is_accumulated)
 
 
 @lru_cache(maxsize=512)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import gcd
+from math import gcd, prod
 from typing import Protocol
 
 from meshwright.devices.sizes import format_bytes
@@ -67,11 +67,12 @@ class Search:
         Of plans that differ in nothing but levers the fastest that fits stays in.
         """
         found = []
-        for degrees in _factorisations(num_devices):
-            found += self._variants(Plan(**degrees))
+        for plan in _factorisations(num_devices):
+            found += self.variants(plan)
         return found
 
-    def _variants(self, base: Plan) -> list[Candidate]:
+    def variants(self, base: Plan) -> list[Candidate]:
+        """Plans of the same degrees: the fastest that fits, and why not the others."""
         reason = self._why_not(base)
         if reason is not None:
             return [self._out(base, "division", reason)]
@@ -154,23 +155,20 @@ class Search:
                 f"a host has {self.machine.devices_per_host} devices, and tensor "
                 "devices talk in every layer"
             )
-        if plan.tensor > 1 and (reason := self._unsplit("tensor", plan.tensor)):
-            return reason
-        if plan.fsdp > 1 and (reason := self._unsplit("fsdp", plan.fsdp)):
-            return reason
+        for axis in (Plan(tensor=plan.tensor), Plan(fsdp=plan.fsdp)):
+            if axis.num_devices > 1 and (reason := _unsplit(self.work, axis)):
+                return reason
         most = len(self.work.layers(None, False).names)
         if plan.num_pieces > most:
             return f"{plan.num_pieces} pieces of a model of {most} layers"
         return None
 
-    def _unsplit(self, axis: str, degree: int) -> str | None:
-        return _unsplit(self.work, axis, degree)
-
 
 @cache
-def _unsplit(work: Workload, axis: str, degree: int) -> str | None:
-    """Why an axis leaves most weights whole, if it does."""
-    layouts = work.layouts_for(Plan(**{axis: degree}))
+def _unsplit(work: Workload, plan: Plan) -> str | None:
+    """Why the one axis of a plan leaves most weights whole, if it does."""
+    axis = "tensor" if plan.tensor > 1 else "fsdp"
+    layouts = work.layouts_for(plan)
     sizes = work.weight_sizes
     whole: dict[str, int] = {}
     for path, size in sizes.items():
@@ -228,9 +226,17 @@ def _way_out(plan: Plan, fitting: list[Candidate]) -> str:
     near = [each.plan for each in fitting if each.num_devices == plan.num_devices]
     if not near:
         return ""
-    closest = min(near, key=lambda other: len(changes(plan, other)))
-    wanted = changes(plan, closest)
-    return f"; fits with {', '.join(wanted)}"
+    closest = min(near, key=lambda other: _effort(plan, other))
+    return f"; fits with {', '.join(changes(plan, closest))}"
+
+
+def _effort(plan: Plan, other: Plan) -> tuple[int, int, int]:
+    """How much has to change: how many things, how deeply, and how far."""
+    depths = {"accumulate": 1, "remat": 2, "fsdp": 3, "tensor": 4, "stages": 5}
+    named = [each.partition("=")[0] for each in changes(plan, other)]
+    depth = max(depths.get(name, 0) for name in named)
+    degrees = (other.accumulate, other.fsdp, other.tensor, other.stages)
+    return len(named), depth, prod(degrees)
 
 
 def changes(plan: Plan, other: Plan) -> list[str]:
@@ -255,12 +261,13 @@ def changes(plan: Plan, other: Plan) -> list[str]:
     return found or [other.describe()]
 
 
-def _factorisations(number: int) -> Iterator[dict[str, int]]:
+def _factorisations(number: int) -> Iterator[Plan]:
+    """The ways to use so many devices."""
     for tensor in _divisors(number):
         for fsdp in _divisors(number // tensor):
             for stages in _divisors(number // tensor // fsdp):
                 data = number // tensor // fsdp // stages
-                yield {"data": data, "fsdp": fsdp, "tensor": tensor, "stages": stages}
+                yield Plan(data=data, fsdp=fsdp, tensor=tensor, stages=stages)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,6 @@
 """`meshwright.plan`: which plan to use for a model, a batch and devices, and why."""
 
 import statistics
-import time
 from dataclasses import replace
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`meshwright.preflight`: does a training fit, and what is the smallest change if not?"""
+"""`meshwright.preflight`: does a training fit, and if not, what is the least to do?"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.devices.sizes import format_bytes, is_count, parse_bytes
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.parallel.plan import Plan
+from meshwright.parallel.plan import Plan, Precision
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.search import changes
 from meshwright.planner.workload import Workload
@@ -224,29 +224,31 @@ def _ordered(plan: Plan, batch_size: int) -> list[tuple[Plan, int]]:
 
 
 def _changed_plans(plan: Plan) -> Iterator[tuple[float, Plan]]:
-    precisions = {plan.precision: 0.0, "bfloat16": 2.0}
-    if plan.precision in ("bfloat16", "float16"):
-        precisions = {plan.precision: 0.0}
-    parts = (1, 2, 4, 8, 16)
-    for axes, (precision, rounding), remat, times in product(
-        _axes(plan), precisions.items(), {plan.remat, True}, parts
+    precisions: list[tuple[float, Precision | None]] = [(0.0, plan.precision)]
+    if plan.precision not in ("bfloat16", "float16"):
+        precisions.append((2.0, "bfloat16"))
+    for split, (rounding, precision), remat, doublings in product(
+        _splits(plan), precisions, {plan.remat, True}, range(5)
     ):
-        effort = 1.5 * (axes != {}) + rounding + 1.0 * (remat != plan.remat)
-        effort += 0.2 * parts.index(times) + 0.4 * (times > 1)
-        changed = {"precision": precision, "remat": remat, **axes}
+        effort = 1.5 * (split > 1) + rounding + 1.0 * (remat != plan.remat)
+        effort += 0.2 * doublings + 0.4 * (doublings > 0)
+        changed = replace(
+            plan,
+            data=plan.data // split,
+            fsdp=plan.fsdp * split,
+            precision=precision,
+            remat=remat,
+        )
         if plan.stages > 1:
-            changed["microbatches"] = (plan.microbatches or 1) * times
+            number = (plan.microbatches or 1) << doublings
+            yield effort, replace(changed, microbatches=number)
         else:
-            changed["accumulate"] = plan.accumulate * times
-        yield effort, replace(plan, **changed)
+            yield effort, replace(changed, accumulate=plan.accumulate << doublings)
 
 
-def _axes(plan: Plan) -> Iterator[dict[str, int]]:
-    """The same axes, and those in which replicas hold parts of the weights."""
-    yield {}
-    for degree in range(2, plan.data + 1):
-        if plan.data % degree == 0:
-            yield {"data": plan.data // degree, "fsdp": plan.fsdp * degree}
+def _splits(plan: Plan) -> Iterator[int]:
+    """Over how many of the replicas the weights may be split besides."""
+    return (n for n in range(1, plan.data + 1) if plan.data % n == 0)
 
 
 def _words(plan: Plan, changed: Plan, batch_size: int, size: int) -> str:

@@ -12,13 +12,13 @@ from meshwright.devices.strategy_hooks import (
     replacing_forward_pass,
     tracing,
 )
+from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.models.forward import in_blocks
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import gathered, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
-from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.train.pure_step import pure
 from meshwright.train.stretches import SMALL_STEP_FLOPS, run_steps, take_batch
 from meshwright.train.traced_step import TracedStep

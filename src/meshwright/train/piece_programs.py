@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.models.parts import Part
 from meshwright.models.piece_functions import PieceFunctions, added, flat_of
 from meshwright.models.stages import StagedProgram
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import replicated
-from meshwright.models.formulations import compiler_options, in_best_form
 
 import jax
 from jax.sharding import Mesh, NamedSharding

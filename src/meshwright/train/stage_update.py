@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from meshwright.models.formulations import compiler_options
 from meshwright.models.inlining import inlined
 from meshwright.models.parts import Part, as_function, split_program
 from meshwright.models.scattering import Unit, scatter
@@ -16,7 +17,6 @@ from meshwright.models.stages import Input
 from meshwright.parallel.mesh import replicated
 from meshwright.parallel.transfers import Parcel, has_part, join_parts, move, part_on
 from meshwright.parallel.turns import run_in_order
-from meshwright.models.formulations import compiler_options
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.devices.strategy_hooks import replacing_forward_pass
+from meshwright.models.formulations import compiler_options
 from meshwright.models.forward import rebuild
 from meshwright.models.stages import Input
 from meshwright.parallel.batch import BatchSplit
 from meshwright.parallel.mesh import replicated
-from meshwright.models.formulations import compiler_options
 from meshwright.train.staged_steps import TRAIN
 
 import jax
