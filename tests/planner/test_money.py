@@ -66,6 +66,20 @@ def test_of_equals_the_plainest_is_best() -> None:
     assert choice.candidates[1].because == "as fast, and less plain"
 
 
+def test_what_is_too_close_to_tell_is_decided_by_plainness() -> None:
+    made = [
+        candidate(H200, Plan(fsdp=8), 0.198, 10),
+        candidate(H200, Plan(data=8), 0.2, 20),
+        candidate(H200, Plan(data=4), 0.21, 20),
+    ]
+    choice = choose(made, Wishes(), batch_size=BATCH)
+    assert names(choice.candidates) == ["data=8", "fsdp=8", "data=4"]
+    because = "predicted 1 % faster, too close to tell, and less plain"
+    assert choice.candidates[1].because == because
+    smallest = choose(made, Wishes(objective="smallest"), batch_size=BATCH)
+    assert names(smallest.candidates)[0] == "fsdp=8"
+
+
 def test_each_loser_says_by_how_much_and_what_makes_the_difference() -> None:
     fast = replace(
         candidate(H200, Plan(data=8), 0.20, 40),

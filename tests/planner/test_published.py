@@ -3,6 +3,8 @@
 None of its figures was chosen with them in mind.
 """
 
+from itertools import product
+
 from meshwright.models.profile import build_abstractly
 from meshwright.parallel.plan import Plan
 from meshwright.planner.candidates import Candidate
@@ -86,11 +88,8 @@ def test_megatrons_degrees_are_among_the_best_three(
 
 
 def _without_fsdp(made: Search, num_devices: int) -> list[Candidate]:
-    found = []
-    for tensor in (1, 2, 4, 8):
-        for stages in (1, 2, 4, 8):
-            plan = Plan(
-                data=num_devices // tensor // stages, tensor=tensor, stages=stages
-            )
-            found += made.variants(plan)
-    return found
+    return made.among(
+        Plan(data=num_devices // (tensor * stages), tensor=tensor, stages=stages)
+        for tensor, stages in product((1, 2, 4, 8), repeat=2)
+        if num_devices % (tensor * stages) == 0
+    )

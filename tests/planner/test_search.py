@@ -1,5 +1,6 @@
 """The search goes through all plans, and has a reason for every one it rejects."""
 
+from dataclasses import replace
 from math import prod
 
 from meshwright.models.profile import build_abstractly
@@ -8,7 +9,7 @@ from meshwright.planner.candidates import Candidate
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.memory import MemoryEstimate
 from meshwright.planner.prediction import Prediction
-from meshwright.planner.search import Search, changes, with_ways_out
+from meshwright.planner.search import ENOUGH, Search, changes, with_ways_out
 from meshwright.planner.workload import Workload
 
 import keras
@@ -111,8 +112,27 @@ def test_of_plans_that_differ_in_levers_the_fastest_that_fits_stays(
     assert not kept.plan.remat
     slower = [c.because for c in found if c.plan.remat and c.plan.accumulate == 1]
     assert slower == ["33.3% slower than data=8"]
-    tight = by_degrees(search(work, memory=600).candidates(8), data=8)
+    tight = search(work, memory=600).among([Plan(data=8)])
     assert [c.plan.remat for c in tight if c.fits] == [True]
+
+
+def test_what_is_slower_than_enough_others_is_not_sized(work: Workload) -> None:
+    found = search(work).candidates(8)
+    assert sum(c.fits for c in found) == ENOUGH
+    unsized = [c for c in found if c.reason == "slower"]
+    assert unsized
+    assert all(c.memory_bytes is None and "slow" in c.because for c in unsized)
+
+
+def test_of_small_plans_the_smallest_of_each_degrees_stays(work: Workload) -> None:
+    wanted = replace(search(work), smallest=True)
+    (kept,) = [c for c in wanted.among([Plan(data=8)]) if c.fits]
+    assert (kept.plan.remat, kept.memory_bytes) == (True, 512)
+    reasons = {c.because for c in wanted.among([Plan(data=8)]) if not c.fits}
+    assert reasons == {
+        "as large as data=8, remat",
+        "512 B more per device than data=8, remat",
+    }
 
 
 def test_changes_are_named_by_the_arguments_that_make_them() -> None:

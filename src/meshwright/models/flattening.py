@@ -6,7 +6,8 @@ product has its dims in order, so that what it reads may have to be transposed b
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class _Flattening:
         self.operations: list[Operation] = []
         self._known_results: dict[Any, list[int]] = {}
         self._numbers: dict[int, Any] = {}
+        self._block = 0
         known: dict[Any, int] = {}
         for v in (*jaxpr.constvars, *jaxpr.invars):
             known[v] = self._add(v.aval.shape, v.aval.dtype)
@@ -94,11 +96,24 @@ class _Flattening:
                 }
                 for v in inner.jaxpr.constvars:
                     inside[v] = self._add(v.aval.shape, v.aval.dtype)
-                self._walk(inner.jaxpr, inside, scope)
+                with self._apart(eqn):
+                    self._walk(inner.jaxpr, inside, scope)
                 for v, made in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
                     known[v] = self._read(made, inside)
             else:
                 self._write(eqn, known, scope)
+
+    @contextmanager
+    def _apart(self, eqn: Any) -> Iterator[None]:
+        """Lets what is to be computed again not count as computed already.
+
+        The compiler for CPUs computes it once nevertheless.
+        """
+        before = self._block
+        if eqn.params.get("differentiated") and self._platform != "cpu":
+            self._block = len(self.operations)
+        yield
+        self._block = before
 
     def _read(self, v: Any, known: dict[Any, int]) -> int:
         return self._constant(v, ()) if isinstance(v, Constant) else known[v]
@@ -130,7 +145,7 @@ class _Flattening:
     ) -> list[int]:
         """Appends an operation, unless the same is computed already."""
         types = tuple((tuple(shape), str(dtype)) for shape, dtype in outputs)
-        whole = (name, key, tuple(inputs), types)
+        whole = (name, key, tuple(inputs), types, self._block)
         if key is not None and whole in self._known_results:
             return self._known_results[whole]
         made = [self._add(shape, dtype) for shape, dtype in outputs]

@@ -311,7 +311,8 @@ def _convolution(operation: Operation, values: Sequence[Value]) -> Product:
 
 
 def _part(operation: Operation) -> str:
-    if _phase_of(operation.scope) != "backward":
+    is_again = "rematted_computation" in operation.scope
+    if is_again or _phase_of(operation.scope) != "backward":
         return "outputs"
     # The gradient of a kernel sums over samples, which stand where channels do.
     channels = operation.params["dimension_numbers"].lhs_spec[1]

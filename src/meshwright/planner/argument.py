@@ -177,7 +177,8 @@ def _memory(candidate: Candidate, machine: Machine) -> str:
 
 def _has_room(candidate: Candidate) -> bool:
     """Whether it can run, though perhaps not as fast or cheap as was wished."""
-    return candidate.fits or candidate.reason in ("deadline", "budget", "slower")
+    outdone = ("deadline", "budget", "slower", "larger")
+    return candidate.fits or candidate.reason in outdone
 
 
 def _is_plain(plan: Plan) -> bool:

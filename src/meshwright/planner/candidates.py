@@ -9,9 +9,12 @@ from meshwright.parallel.plan import Plan
 PARTS = ("compute", "communication", "bubble", "update", "input", "overhead")
 """What a step spends its seconds on, in the order in which they are shown."""
 
-Reason = Literal["memory", "division", "bubble", "slower", "deadline", "budget", ""]
+Reason = Literal[
+    "memory", "division", "bubble", "slower", "larger", "deadline", "budget", ""
+]
 """Why a plan is out: it needs too much memory; something does not divide; too much of
-the pipeline stands idle; a plan like it is better; it takes or costs too much."""
+the pipeline stands idle; a plan like it is faster, or needs less; it takes or costs too
+much."""
 
 _JSON_FIELDS = (
     *("data", "fsdp", "tensor", "stages", "microbatches", "schedule", "accumulate"),

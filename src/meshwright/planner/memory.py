@@ -26,7 +26,13 @@ from meshwright.parallel.schedules import Schedule
 from meshwright.planner.accumulating import accumulated
 from meshwright.planner.liveness import LivesBySize
 from meshwright.planner.partitioning import InputSplit, Partitioned, partition
-from meshwright.planner.pipelining import CutStep, Shares, cut_evenly, starts_of
+from meshwright.planner.pipelining import (
+    CutStep,
+    Shares,
+    TracedPieces,
+    cut_evenly,
+    starts_of,
+)
 
 Trace = Callable[[str | None, bool], TrainingStep]
 """Traces a model's training step: in a precision, with remat or without."""
@@ -95,6 +101,7 @@ class MemoryModel:
         )
         self._staged = lru_cache(maxsize=None)(pieces)
         self._held = lru_cache(maxsize=None)(self._find_held)
+        self._pieces = lru_cache(maxsize=None)(self._trace_pieces)
         self._cut = lru_cache(maxsize=None)(self._make_cut)
         self._known_splits: dict[tuple[InputSplit, ...], _Splits] = {}
         self._splits = lru_cache(maxsize=None)(self._find_splits)
@@ -128,14 +135,10 @@ class MemoryModel:
         size = Microbatches(batch_size, plan.microbatches or 1).larger
         pieces = gcd(size, plan.num_replicas)
         splits = self._splits(plan.fsdp, plan.tensor, plan.rules)
-        cut = self._cut(
-            self._precision(plan),
-            plan.remat,
-            splits,
-            pieces > 1,
-            plan.num_pieces,
-            plan.cuts,
+        traced = self._pieces(
+            self._precision(plan), plan.remat, plan.num_pieces, plan.cuts
         )
+        cut = self._cut(traced, splits, pieces > 1)
         schedule = _schedule(plan, min(plan.microbatches or 1, batch_size))
         has_several = plan.num_devices > plan.stages
         shares = Shares(size // pieces, size, plan.fsdp, plan.tensor, has_several)
@@ -211,14 +214,17 @@ class MemoryModel:
         return {i: weights[id(w)] for i, w in enumerate(found) if w is not None}
 
     def _make_cut(
+        self, pieces: TracedPieces, splits: "_Splits", sums_over_samples: bool
+    ) -> CutStep:
+        return CutStep(pieces, splits.inputs, sums_over_samples=sums_over_samples)
+
+    def _trace_pieces(
         self,
         precision: str | None,
         remat: bool,
-        splits: "_Splits",
-        sums_over_samples: bool,
         num_pieces: int,
         names: tuple[str, ...],
-    ) -> CutStep:
+    ) -> TracedPieces:
         staged = self._staged(precision)
         starts = starts_of(staged, names) if names else cut_evenly(staged, num_pieces)
         if starts is None:
@@ -228,14 +234,7 @@ class MemoryModel:
                 f"Its training step has {most} that can stand alone.",
                 f"Use at most {most} stages x chunks.",
             )
-        return CutStep(
-            staged,
-            starts,
-            splits.inputs,
-            self._platform,
-            remat=remat,
-            sums_over_samples=sums_over_samples,
-        )
+        return TracedPieces(staged, starts, self._platform, remat=remat)
 
     def _precision(self, plan: Plan) -> str | None:
         """What steps compute in: for CPUs, numbers of 16 bits are made wider first."""
@@ -286,10 +285,6 @@ class MemoryModel:
 @lru_cache(maxsize=512)
 def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
     return plan.schedule_of(num_microbatches)
-
-
-def _trace_loss(model: Any, precision: str | None) -> StagedProgram:
-    return trace_loss(model, precision=precision)
 
 
 def _itemsize(variable: Any) -> int:

@@ -20,6 +20,9 @@ from meshwright.planner.figures import (
 OBJECTIVES = ("fastest", "cheapest", "smallest")
 """The least time, the least money, the least memory of a device."""
 
+CLOSE = 1.02
+"""Predictions within this ratio are too close to tell plans apart."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
@@ -122,6 +125,7 @@ def choose(
         checked = _keep_bounds(candidate, wishes, batch_size)
         (kept if checked.fits else out).append(checked)
     kept.sort(key=lambda each: _rank(each, wishes.objective))
+    _put_plainest_first(kept, wishes.objective)
     ranked = tuple(_with_because(each, kept[0], wishes.objective) for each in kept)
     best = ranked[0] if ranked else None
     return Choice(best=best, candidates=ranked, rejected=tuple(out))
@@ -168,10 +172,21 @@ def _rank(candidate: Candidate, objective: str | None) -> tuple[float, ...]:
     return first, seconds, device_seconds, _num_special(candidate), memory
 
 
+def _put_plainest_first(ranked: list[Candidate], objective: str | None) -> None:
+    """Predictions that are close to each other do not decide; plainness does."""
+    if not ranked or objective == "smallest":
+        return
+    most = CLOSE * _rank(ranked[0], objective)[0]
+    close = [each for each in ranked if _rank(each, objective)[0] <= most]
+    plainest = min(close, key=lambda each: (_num_special(each), each.num_devices))
+    ranked.remove(plainest)
+    ranked.insert(0, plainest)
+
+
 def _num_special(candidate: Candidate) -> int:
-    """How many things about a plan are special: the plainest of equals is best."""
+    """How many things about a plan are special."""
     plan = candidate.plan
-    degrees = (plan.data, plan.fsdp, plan.tensor, plan.stages, plan.accumulate)
+    degrees = (plan.fsdp, plan.tensor, plan.stages, plan.accumulate)
     special = sum(degree > 1 for degree in degrees)
     return special + plan.remat + (plan.precision is not None)
 
@@ -200,6 +215,9 @@ def why_behind(candidate: Candidate, best: Candidate, objective: str | None) -> 
     if own is None or least is None:
         return "its time is not known"
     word = "dearer" if is_cheap else "slower"
+    if own < least * 0.9995:
+        better = f"{format_share(1 - own / least)} {'cheaper' if is_cheap else 'faster'}"
+        return f"{_predicted(candidate)} {better}, too close to tell, and less plain"
     if own <= least * 1.0005:
         return f"as {'cheap' if is_cheap else 'fast'}, and less plain"
     share = own / least - 1

@@ -5,7 +5,7 @@ under way what the backward pass will want; on top comes what its largest progra
 while it runs. This is how training adds it up, too (`train.stage_memory`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from meshwright.planner.liveness import LivesBySize
 from meshwright.planner.partitioning import InputSplit, partition
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,36 +50,57 @@ class Shares(NamedTuple):
     """Whether a stage has more than one device."""
 
 
-class CutStep:
-    """A step that is cut into pieces.
+class TracedPieces:
+    """A step that is cut into pieces, whose programs are traced once for all splits.
 
     Arguments:
         staged: The step without its gradients, on `SAMPLES`.
         starts: The operations that pieces begin at.
-        splits: How each input of the step is split.
-        remat: Whether backward passes compute forward passes again.
         platform: What it is compiled for.
-        sums_over_samples: Whether microbatches are split.
+        remat: Whether backward passes compute forward passes again.
     """
 
     def __init__(
         self,
         staged: StagedProgram,
         starts: Sequence[int],
-        splits: Sequence[InputSplit],
         platform: Platform,
         *,
         remat: bool,
+    ) -> None:
+        self.number = len(starts) + 1
+        self.staged = staged
+        self.platform: Platform = platform
+        found: Assignment = assign_by_cuts(staged, starts, self.number)
+        self.homes = found.homes
+        self.parts = split_program(staged.program, found.owners, self.number)
+        self._remat = remat
+        self.piece = lru_cache(maxsize=None)(self._trace)
+
+    def _trace(self, piece: int) -> "_Traced":
+        return _Traced(self.staged, self.parts[piece], self.platform, self._remat)
+
+
+class CutStep:
+    """A step that is cut into pieces, each split over devices.
+
+    Arguments:
+        pieces: The pieces.
+        splits: How each input of the step is split.
+        sums_over_samples: Whether microbatches are split.
+    """
+
+    def __init__(
+        self,
+        pieces: TracedPieces,
+        splits: Sequence[InputSplit],
+        *,
         sums_over_samples: bool,
     ) -> None:
-        self.num_pieces = len(starts) + 1
-        self._staged = staged
-        found: Assignment = assign_by_cuts(staged, starts, self.num_pieces)
-        self.homes = found.homes
-        self._parts = split_program(staged.program, found.owners, self.num_pieces)
+        self.num_pieces = pieces.number
+        self.homes = pieces.homes
+        self._pieces = pieces
         self._splits = splits
-        self._platform: Platform = platform
-        self._remat = remat
         self._sums = sums_over_samples
         self._piece = lru_cache(maxsize=None)(self._make_piece)
 
@@ -88,16 +110,12 @@ class CutStep:
 
     def reads(self, piece: int) -> list[Input]:
         """The inputs of the step that a piece reads."""
-        return [self._staged.inputs[n] for n in self._parts[piece].arguments]
+        inputs = self._pieces.staged.inputs
+        return [inputs[n] for n in self._pieces.parts[piece].arguments]
 
     def _make_piece(self, piece: int) -> "_Piece":
         return _Piece(
-            self._staged,
-            self._parts[piece],
-            self._splits,
-            self._platform,
-            self._remat,
-            self._sums,
+            self._pieces.piece(piece), self._splits, self._pieces.platform, self._sums
         )
 
 
@@ -122,56 +140,66 @@ def starts_of(staged: StagedProgram, names: Sequence[str]) -> list[int] | None:
     return found
 
 
+class _Traced:
+    """The programs of one piece, on all devices together."""
+
+    def __init__(
+        self, staged: StagedProgram, part: Part, platform: Platform, remat: bool
+    ) -> None:
+        functions = PieceFunctions(staged, part, remat)
+        self.ends = ends = functions.ends
+        invars = staged.program.jaxpr.invars
+        weights = [_shape(invars[n]) for n in ends.weights]
+        given = (
+            (weights, _shapes(ends.active)),
+            ([_shape(invars[n]) for n in ends.arguments], _shapes(ends.passive)),
+        )
+        forward, shapes = jax.make_jaxpr(functions.forward, return_shape=True)(*given)
+        kept = shapes[-1]
+        self.num_kept = len(jax.tree.leaves(kept))
+        self.again = [n for n in functions.wanted_again if n < len(ends.weights)]
+        self.weights = [_size(invars[n]) for n in ends.weights]
+        data = [n for n in ends.arguments if staged.inputs[n].role == "data"]
+        passed = [*ends.active, *ends.passive, *(invars[n] for n in data)]
+        self.passed = [_size(v) for v in passed]
+        self.forward = _flat(forward, platform)
+        self.backward = None
+        if functions.has_backward:
+            more = (kept, _shapes(ends.carried), weights)
+            backward = jax.make_jaxpr(functions.backward)(*given, *more)
+            self.backward = _flat(backward, platform)
+
+
+def _flat(program: ClosedJaxpr, platform: Platform) -> FlatProgram:
+    return flatten(rewritten(program, BEST_FORMS[platform]).jaxpr, platform)
+
+
 class _Piece:
-    """The programs of one piece."""
+    """The programs of one piece on one device."""
 
     def __init__(
         self,
-        staged: StagedProgram,
-        part: Part,
+        traced: _Traced,
         splits: Sequence[InputSplit],
         platform: Platform,
-        remat: bool,
         sums: bool,
     ) -> None:
-        functions = PieceFunctions(staged, part, remat)
-        ends, invars = functions.ends, staged.program.jaxpr.invars
-        self._platform: Platform = platform
-        weights, arguments = ends.weights, ends.arguments
-        given = (
-            ([_shape(invars[n]) for n in weights], _shapes(ends.active)),
-            ([_shape(invars[n]) for n in arguments], _shapes(ends.passive)),
-        )
-        self._weights = [(_size(invars[n]), splits[n]) for n in weights]
-        data = [n for n in arguments if staged.inputs[n].role == "data"]
-        passed = [*ends.active, *ends.passive, *(invars[n] for n in data)]
-        self._passed = [_size(v) for v in passed]
-        whole = InputSplit()
-        inputs = [splits[n] for n in weights] + [whole] * len(ends.active)
-        inputs += [splits[n] for n in arguments] + [whole] * len(ends.passive)
-        *_, kept = jax.eval_shape(functions.forward, *given)
-        number = len(jax.tree.leaves(kept))
-        again = [n for n in functions.wanted_again if n < len(weights)]
-        self._again = [self._weights[n] for n in again]
+        ends, whole = traced.ends, InputSplit()
+        mine = [splits[n] for n in ends.weights]
+        self._weights = list(zip(traced.weights, mine, strict=True))
+        self._passed = traced.passed
+        self._again = [self._weights[n] for n in traced.again]
+        inputs = [*mine, *[whole] * len(ends.active)]
+        inputs += [splits[n] for n in ends.arguments] + [whole] * len(ends.passive)
         self._forward = _Program(
-            functions.forward, given, inputs, platform, sums=sums, num_kept=number
+            traced.forward, inputs, platform, sums=sums, num_kept=traced.num_kept
         )
         self._backward = None
-        if functions.has_backward:
-            more = (kept, _shapes(ends.carried), given[0][0])
-            inputs = [
-                *inputs,
-                *[whole] * (number + len(ends.carried)),
-                *(splits[n] for n in weights),
-            ]
-            last = len(inputs) - len(weights)
+        if traced.backward is not None:
+            inputs += [whole] * (traced.num_kept + len(ends.carried))
+            renewed = {i: len(inputs) + i for i in range(len(mine))}
             self._backward = _Program(
-                functions.backward,
-                (*given, *more),
-                inputs,
-                platform,
-                sums=sums,
-                renewed={i: last + i for i in range(len(weights))},
+                traced.backward, [*inputs, *mine], platform, sums=sums, renewed=renewed
             )
 
     def needs(self, shares: Shares) -> PieceNeeds:
@@ -195,8 +223,7 @@ class _Program:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        given: Any,
+        flat: FlatProgram,
         splits: Sequence[InputSplit],
         platform: Platform,
         *,
@@ -204,8 +231,6 @@ class _Program:
         num_kept: int = 0,
         renewed: dict[int, int] | None = None,
     ) -> None:
-        traced = jax.make_jaxpr(function)(*given)
-        flat = flatten(rewritten(traced, BEST_FORMS[platform]).jaxpr, platform)
         pairs = {flat.outputs[a]: flat.inputs[b] for a, b in (renewed or {}).items()}
         parts = partition(flat, splits, pairs, platform, sums_over_samples=sums)
         self._lives = LivesBySize(parts.flat, parts, pairs, platform)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from meshwright.devices.sizes import format_bytes
 from meshwright.parallel.plan import Plan, Precision
-from meshwright.parallel.schedules import SCHEDULES
+from meshwright.parallel.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from meshwright.planner.candidates import Candidate, Reason
 from meshwright.planner.machines import Machine
 from meshwright.planner.memory import MemoryEstimate
@@ -20,6 +20,9 @@ MOST_BUBBLE = 0.4
 
 LEAST_SPLIT = 0.5
 """An axis that splits less than this share of the weights does not do its work."""
+
+ENOUGH = 8
+"""When so many ways to use the devices fit, slower ones are not looked at closely."""
 
 _MICROBATCHES = (1, 2, 4, 8)
 """For each stage."""
@@ -52,6 +55,7 @@ class Search:
         times: Says how long steps take.
         memory: Says what they need.
         precisions: What layers may compute in; None is as the model has it.
+        smallest: Whether plans that need little are wanted, and not fast ones.
     """
 
     work: Workload
@@ -60,29 +64,39 @@ class Search:
     times: Predicts
     memory: Estimates
     precisions: Sequence[Precision | None] = (None,)
+    smallest: bool = False
 
     def candidates(self, num_devices: int) -> list[Candidate]:
         """Plans that use so many of the devices, with the reasons of those that lose.
 
-        Of plans that differ in nothing but levers the fastest that fits stays in.
+        Of plans that differ in nothing but levers the fastest that fits stays in, or
+        the smallest.
         """
-        found = []
-        for plan in _factorisations(num_devices):
-            found += self.variants(plan)
-        return found
+        return self.among(_factorisations(num_devices))
 
-    def variants(self, base: Plan) -> list[Candidate]:
-        """Plans of the same degrees: the fastest that fits, and why not the others."""
-        reason = self._why_not(base)
-        if reason is not None:
-            return [self._out(base, "division", reason)]
-        plans = [
-            plan
-            for precision in self.precisions
-            for remat in (False, True)
-            for plan in self._flows(replace(base, precision=precision, remat=remat))
-        ]
-        return _only_the_best([self.judge(plan) for plan in plans])
+    def among(self, bases: Iterable[Plan]) -> list[Candidate]:
+        """Likewise, among plans that have the axes of some others."""
+        found, timed = [], []
+        for base in bases:
+            reason = self._why_not(base)
+            if reason is not None:
+                found.append(self._out(base, "division", reason))
+                continue
+            for plan in self._variants(base):
+                bubble = schedule_of(plan).bubble if plan.stages > 1 else 0.0
+                if bubble > MOST_BUBBLE:
+                    out = self._out(plan, "bubble", f"bubble {bubble:.0%}")
+                    found.append(replace(out, bubble=bubble))
+                else:
+                    timed.append(self._timed(plan))
+        if self.smallest:
+            return found + self._smallest_first(timed)
+        return found + self._fastest_first(timed)
+
+    def _variants(self, base: Plan) -> Iterator[Plan]:
+        for precision in self.precisions:
+            for remat in (False, True):
+                yield from self._flows(replace(base, precision=precision, remat=remat))
 
     def _flows(self, plan: Plan) -> Iterator[Plan]:
         """The ways to cut the batch of a plan into parts."""
@@ -102,34 +116,58 @@ class Search:
     def _divides(self, plan: Plan, number: int) -> bool:
         return self.batch_size % (number * plan.num_replicas) == 0 or number == 1
 
+    def _fastest_first(self, timed: list[Candidate]) -> list[Candidate]:
+        """Plans with what they need; what comes after enough that fit is not sized."""
+        best: dict[Plan, Candidate] = {}
+        found = []
+        for candidate in sorted(timed, key=_pace):
+            axes = _axes_of(candidate.plan)
+            if axes in best or len(best) == ENOUGH:
+                ahead = best.get(axes) or next(iter(best.values()))
+                found.append(_slower(candidate, ahead))
+                continue
+            sized = self._sized(candidate)
+            if sized.fits:
+                best[axes] = sized
+            found.append(sized)
+        return found
+
+    def _smallest_first(self, timed: list[Candidate]) -> list[Candidate]:
+        sized = [self._sized(each) for each in sorted(timed, key=_pace)]
+        best: dict[Plan, Candidate] = {}
+        found = []
+        for candidate in sorted(sized, key=lambda each: each.memory_bytes or 0):
+            ahead = best.setdefault(_axes_of(candidate.plan), candidate)
+            is_behind = candidate.fits and ahead is not candidate
+            found.append(_larger(candidate, ahead) if is_behind else candidate)
+        return found
+
     def judge(self, plan: Plan) -> Candidate:
         """What a plan takes, and whether it fits."""
-        if plan.stages > 1:
-            bubble = schedule_of(plan).bubble
-            if bubble > MOST_BUBBLE:
-                because = f"bubble {bubble:.0%}"
-                return replace(self._out(plan, "bubble", because), bubble=bubble)
-        estimate = self.memory.estimate(plan, self.batch_size)
+        return self._sized(self._timed(plan))
+
+    def _timed(self, plan: Plan) -> Candidate:
         prediction = self.times.predict(plan, self.batch_size)
-        room = self.machine.usable_memory
-        fits = room is None or estimate.total <= room
-        because = ""
-        if not fits and room is not None:
-            because = (
-                f"{format_bytes(estimate.total)} per device > {format_bytes(room)}"
-            )
         return Candidate(
             plan=plan,
             step_seconds=prediction.seconds,
-            memory_bytes=estimate.total,
-            memory_by_kind=estimate.by_kind(),
             bubble=prediction.bubble,
             dollars_per_hour=self.machine.dollars_per_hour(plan.num_devices),
-            fits=fits,
-            because=because,
             parts=prediction.parts,
-            reason="" if fits else "memory",
         )
+
+    def _sized(self, candidate: Candidate) -> Candidate:
+        if candidate.memory_bytes is not None:
+            return candidate
+        needed = self.memory.estimate(candidate.plan, self.batch_size)
+        sized = replace(
+            candidate, memory_bytes=needed.total, memory_by_kind=needed.by_kind()
+        )
+        room = self.machine.usable_memory
+        if room is None or needed.total <= room:
+            return sized
+        because = f"{format_bytes(needed.total)} per device > {format_bytes(room)}"
+        return replace(sized, fits=False, because=because, reason="memory")
 
     def _out(self, plan: Plan, reason: Reason, because: str) -> Candidate:
         return Candidate(
@@ -185,29 +223,32 @@ def _unsplit(work: Workload, plan: Plan) -> str | None:
     return None
 
 
-def _only_the_best(found: list[Candidate]) -> list[Candidate]:
-    """Plans with the same degrees: the fastest that fits, and why not the others."""
-    fitting = [each for each in found if each.fits]
-    if not fitting:
-        return found
-    best = min(fitting, key=lambda each: each.step_seconds or 0.0)
-    kept = []
-    for each in found:
-        if each.fits and each is not best:
-            assert each.step_seconds is not None
-            assert best.step_seconds is not None
-            slower = each.step_seconds / best.step_seconds - 1
-            kept.append(
-                replace(
-                    each,
-                    fits=False,
-                    reason="slower",
-                    because=f"{slower:.1%} slower than {best.plan.describe()}",
-                )
-            )
-        else:
-            kept.append(each)
-    return kept
+def _pace(candidate: Candidate) -> tuple[float, ...]:
+    """The fastest first; of plans that are as fast, the plainest."""
+    plan = candidate.plan
+    seconds = float(f"{candidate.step_seconds:.3g}")
+    is_usual = plan.schedule in (None, DEFAULT_SCHEDULE)
+    return seconds, plan.remat, not is_usual, plan.microbatches or plan.accumulate
+
+
+def _axes_of(plan: Plan) -> Plan:
+    return Plan(data=plan.data, fsdp=plan.fsdp, tensor=plan.tensor, stages=plan.stages)
+
+
+def _slower(candidate: Candidate, ahead: Candidate) -> Candidate:
+    assert candidate.step_seconds is not None
+    assert ahead.step_seconds is not None
+    share = candidate.step_seconds / ahead.step_seconds - 1
+    how = f"{share:.1%} slower than" if share >= 0.0005 else "as slow as"
+    because = f"{how} {ahead.plan.describe()}"
+    return replace(candidate, fits=False, reason="slower", because=because)
+
+
+def _larger(candidate: Candidate, ahead: Candidate) -> Candidate:
+    more = (candidate.memory_bytes or 0) - (ahead.memory_bytes or 0)
+    how = f"{format_bytes(more)} more per device than" if more else "as large as"
+    because = f"{how} {ahead.plan.describe()}"
+    return replace(candidate, fits=False, reason="larger", because=because)
 
 
 def with_ways_out(found: Iterable[Candidate]) -> list[Candidate]:

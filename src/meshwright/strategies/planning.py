@@ -122,10 +122,13 @@ def search(
     known: KnownSpeed,
     batch_size: int,
     precision: Precision | None = None,
+    smallest: bool = False,
 ) -> Search:
     """The search for a model on a machine."""
     times = Predictor(work, machine, known.speed)
-    return Search(work, machine, batch_size, times, work.memory, (precision,))
+    return Search(
+        work, machine, batch_size, times, work.memory, (precision,), smallest
+    )
 
 
 def _report(
