@@ -74,6 +74,8 @@ def test_what_is_too_close_to_tell_is_decided_by_plainness() -> None:
     ]
     choice = choose(made, Wishes(), batch_size=BATCH)
     assert names(choice.candidates) == ["data=8", "fsdp=8", "data=4"]
+    assert choice.best is not None
+    assert choice.best.because == "the plainest of the fastest plans that fit"
     because = "predicted 1 % faster, too close to tell, and less plain"
     assert choice.candidates[1].because == because
     smallest = choose(made, Wishes(objective="smallest"), batch_size=BATCH)

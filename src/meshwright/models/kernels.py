@@ -227,8 +227,8 @@ class _Maker:
         main = _main(operation, computed)
         return Kernel(
             kind=_KINDS.get(main.sort, "elementwise"),
-            phase=_phase_of(operation.scope),
-            layer=operation.scope,
+            phase=_phase_of(main.scope),
+            layer=main.scope,
             reads=tuple(self.buffer(v) for v in fused.reads),
             makes=tuple(self.buffer(v) for v in operation.outputs),
             numbers=_count(flat, [o for o in computed if o.sort != "broadcast"]),

@@ -160,6 +160,8 @@ class Plan:
         is_tail = number != self.microbatches and self.schedule == "interleaved"
         wanted = -(-number // self.stages) * self.stages if is_tail else number
         made = make_schedule(self.schedule, self.stages, wanted, self.chunks)
+        if wanted == number:
+            return made
         left = tuple(a for a in made.actions if a.microbatch < number)
         return replace(made, num_microbatches=number, actions=left)
 

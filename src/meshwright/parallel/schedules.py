@@ -43,6 +43,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, product
 from typing import Any, Literal, NamedTuple
 
@@ -314,6 +315,11 @@ def make_schedule(
             "Only 'interleaved' has several pieces of the model on a stage.",
             "Leave num_chunks out, or use 'interleaved'.",
         )
+    return _made(name, shape)
+
+
+@lru_cache(maxsize=1024)
+def _made(name: str, shape: _Shape) -> Schedule:
     orders = [_ORDERS[name](shape, stage) for stage in range(shape.stages)]
     actions = _as_early_as_possible(orders, shape.stages * shape.chunks)
     return Schedule(name, *shape, actions)

@@ -22,7 +22,6 @@ from meshwright.models.training import ROLES, TrainingStep, trace_loss
 from meshwright.parallel.layout import lay_out_model, reference_of, unique_variables
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan, Spec
-from meshwright.parallel.schedules import Schedule
 from meshwright.planner.accumulating import accumulated
 from meshwright.planner.liveness import LivesBySize
 from meshwright.planner.partitioning import InputSplit, Partitioned, partition
@@ -139,7 +138,7 @@ class MemoryModel:
             self._precision(plan), plan.remat, plan.num_pieces, plan.cuts
         )
         cut = self._cut(traced, splits, pieces > 1)
-        schedule = _schedule(plan, min(plan.microbatches or 1, batch_size))
+        schedule = plan.schedule_of(min(plan.microbatches or 1, batch_size))
         has_several = plan.num_devices > plan.stages
         shares = Shares(size // pieces, size, plan.fsdp, plan.tensor, has_several)
         return [
@@ -280,11 +279,6 @@ class MemoryModel:
             flat, splits.inputs, renewed, platform, sums_over_samples=sums_over_samples
         )
         return _Program(step, parts, renewed, splits.inputs, platform, is_accumulated)
-
-
-@lru_cache(maxsize=512)
-def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
-    return plan.schedule_of(num_microbatches)
 
 
 def _itemsize(variable: Any) -> int:

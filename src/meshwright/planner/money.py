@@ -125,8 +125,12 @@ def choose(
         checked = _keep_bounds(candidate, wishes, batch_size)
         (kept if checked.fits else out).append(checked)
     kept.sort(key=lambda each: _rank(each, wishes.objective))
-    _put_plainest_first(kept, wishes.objective)
-    ranked = tuple(_with_because(each, kept[0], wishes.objective) for each in kept)
+    because = f"the {wishes.objective} of the plans that fit"
+    if _put_plainest_first(kept, wishes.objective):
+        because = f"the plainest of the {wishes.objective} plans that fit"
+    ranked = tuple(
+        _with_because(each, kept[0], wishes.objective, because) for each in kept
+    )
     best = ranked[0] if ranked else None
     return Choice(best=best, candidates=ranked, rejected=tuple(out))
 
@@ -172,15 +176,20 @@ def _rank(candidate: Candidate, objective: str | None) -> tuple[float, ...]:
     return first, seconds, device_seconds, _num_special(candidate), memory
 
 
-def _put_plainest_first(ranked: list[Candidate], objective: str | None) -> None:
-    """Predictions that are close to each other do not decide; plainness does."""
+def _put_plainest_first(ranked: list[Candidate], objective: str | None) -> bool:
+    """Predictions that are close to each other do not decide; plainness does.
+
+    Returns whether another plan would be first otherwise.
+    """
     if not ranked or objective == "smallest":
-        return
+        return False
     most = CLOSE * _rank(ranked[0], objective)[0]
     close = [each for each in ranked if _rank(each, objective)[0] <= most]
     plainest = min(close, key=lambda each: (_num_special(each), each.num_devices))
+    first = ranked[0]
     ranked.remove(plainest)
     ranked.insert(0, plainest)
+    return plainest is not first
 
 
 def _num_special(candidate: Candidate) -> int:
@@ -192,10 +201,10 @@ def _num_special(candidate: Candidate) -> int:
 
 
 def _with_because(
-    candidate: Candidate, best: Candidate, objective: str | None
+    candidate: Candidate, best: Candidate, objective: str | None, best_because: str
 ) -> Candidate:
     if candidate is best:
-        because = f"the {objective} of the plans that fit"
+        because = best_because
     else:
         because = why_behind(candidate, best, objective)
     known = f"; {candidate.because}" if candidate.because else ""
@@ -216,7 +225,9 @@ def why_behind(candidate: Candidate, best: Candidate, objective: str | None) -> 
         return "its time is not known"
     word = "dearer" if is_cheap else "slower"
     if own < least * 0.9995:
-        better = f"{format_share(1 - own / least)} {'cheaper' if is_cheap else 'faster'}"
+        better = (
+            f"{format_share(1 - own / least)} {'cheaper' if is_cheap else 'faster'}"
+        )
         return f"{_predicted(candidate)} {better}, too close to tell, and less plain"
     if own <= least * 1.0005:
         return f"as {'cheap' if is_cheap else 'fast'}, and less plain"

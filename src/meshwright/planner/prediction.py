@@ -229,12 +229,9 @@ class Predictor:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, made once for all plans that share it."""
+    """The schedule of a plan."""
     name, number = plan.schedule or "", plan.microbatches or 1
-    return _schedule(name, plan.stages, number, plan.chunks)
-
-
-_schedule = cache(make_schedule)
+    return make_schedule(name, plan.stages, number, plan.chunks)
 
 
 class _Cut(NamedTuple):

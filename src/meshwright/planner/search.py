@@ -1,6 +1,6 @@
 """Goes through the plans for a machine, and says of each what it takes or lacks."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd, prod
@@ -21,13 +21,17 @@ MOST_BUBBLE = 0.4
 LEAST_SPLIT = 0.5
 """An axis that splits less than this share of the weights does not do its work."""
 
-ENOUGH = 8
+ENOUGH = 3
 """When so many ways to use the devices fit, slower ones are not looked at closely."""
 
 _MICROBATCHES = (1, 2, 4, 8)
 """For each stage."""
 
-_ACCUMULATE = (1, 2, 4, 8, 16)
+_ACCUMULATE = tuple(2**i for i in range(10))
+
+
+_Axes = tuple[int, int, int, int]
+"""The degrees of a plan."""
 
 
 class Predicts(Protocol):
@@ -54,7 +58,7 @@ class Search:
         batch_size: Samples of the global batch.
         times: Says how long steps take.
         memory: Says what they need.
-        precisions: What layers may compute in; None is as the model has it.
+        precision: What layers compute in; as the model has it if left out.
         smallest: Whether plans that need little are wanted, and not fast ones.
     """
 
@@ -63,7 +67,7 @@ class Search:
     batch_size: int
     times: Predicts
     memory: Estimates
-    precisions: Sequence[Precision | None] = (None,)
+    precision: Precision | None = None
     smallest: bool = False
 
     def candidates(self, num_devices: int) -> list[Candidate]:
@@ -76,27 +80,41 @@ class Search:
 
     def among(self, bases: Iterable[Plan]) -> list[Candidate]:
         """Likewise, among plans that have the axes of some others."""
-        found, timed = [], []
+        found: list[Candidate] = []
+        possible = []
         for base in bases:
             reason = self._why_not(base)
-            if reason is not None:
+            if reason is None:
+                possible.append(base)
+            else:
                 found.append(self._out(base, "division", reason))
-                continue
-            for plan in self._variants(base):
+        if self.smallest:
+            plain = self._all_timed(possible, remat=False)
+            again = self._all_timed(possible, remat=True)
+            return found + self._smallest_first([*plain, *again])
+        best: dict[_Axes, Candidate] = {}
+        found += self._fastest_first(self._all_timed(possible, remat=False), best)
+        promising = []
+        for base in possible:
+            needless = _why_no_remat(base, found, best)
+            if needless is None:
+                promising.append(base)
+            else:
+                changed = replace(base, remat=True, precision=self.precision)
+                found.append(self._out(changed, "slower", needless))
+        return found + self._fastest_first(self._all_timed(promising, remat=True), best)
+
+    def _all_timed(self, bases: Iterable[Plan], *, remat: bool) -> Iterator[Candidate]:
+        """All ways to let a batch flow, with the time that each takes."""
+        for base in bases:
+            levers = replace(base, precision=self.precision, remat=remat)
+            for plan in self._flows(levers):
                 bubble = schedule_of(plan).bubble if plan.stages > 1 else 0.0
                 if bubble > MOST_BUBBLE:
                     out = self._out(plan, "bubble", f"bubble {bubble:.0%}")
-                    found.append(replace(out, bubble=bubble))
+                    yield replace(out, bubble=bubble)
                 else:
-                    timed.append(self._timed(plan))
-        if self.smallest:
-            return found + self._smallest_first(timed)
-        return found + self._fastest_first(timed)
-
-    def _variants(self, base: Plan) -> Iterator[Plan]:
-        for precision in self.precisions:
-            for remat in (False, True):
-                yield from self._flows(replace(base, precision=precision, remat=remat))
+                    yield self._timed(plan)
 
     def _flows(self, plan: Plan) -> Iterator[Plan]:
         """The ways to cut the batch of a plan into parts."""
@@ -116,30 +134,42 @@ class Search:
     def _divides(self, plan: Plan, number: int) -> bool:
         return self.batch_size % (number * plan.num_replicas) == 0 or number == 1
 
-    def _fastest_first(self, timed: list[Candidate]) -> list[Candidate]:
-        """Plans with what they need; what comes after enough that fit is not sized."""
-        best: dict[Plan, Candidate] = {}
+    def _fastest_first(
+        self, timed: Iterable[Candidate], best: dict[_Axes, Candidate]
+    ) -> list[Candidate]:
+        """Plans with what they need; what comes after enough that fit is not sized.
+
+        Arguments:
+            timed: Plans with the time they take, or with the reason why they are out.
+            best: By their axes: the fastest that fit; those that are found are added.
+        """
         found = []
         for candidate in sorted(timed, key=_pace):
             axes = _axes_of(candidate.plan)
-            if axes in best or len(best) == ENOUGH:
-                ahead = best.get(axes) or next(iter(best.values()))
-                found.append(_slower(candidate, ahead))
-                continue
-            sized = self._sized(candidate)
-            if sized.fits:
-                best[axes] = sized
-            found.append(sized)
+            ahead = best.get(axes) or _last_of_enough(best)
+            is_behind = ahead is not None and _is_behind(candidate, ahead)
+            # Everybody compares with plain data parallelism.
+            is_usual = max(axes[1:]) == 1 and axes not in best
+            if candidate.fits and is_behind and not is_usual:
+                first = best.get(axes) or min(best.values(), key=_pace)
+                candidate = _slower(candidate, first)
+            elif candidate.fits:
+                candidate = self._sized(candidate)
+                if candidate.fits:
+                    best[axes] = candidate
+            found.append(candidate)
         return found
 
-    def _smallest_first(self, timed: list[Candidate]) -> list[Candidate]:
+    def _smallest_first(self, timed: Iterable[Candidate]) -> list[Candidate]:
         sized = [self._sized(each) for each in sorted(timed, key=_pace)]
-        best: dict[Plan, Candidate] = {}
+        best: dict[_Axes, Candidate] = {}
         found = []
         for candidate in sorted(sized, key=lambda each: each.memory_bytes or 0):
-            ahead = best.setdefault(_axes_of(candidate.plan), candidate)
-            is_behind = candidate.fits and ahead is not candidate
-            found.append(_larger(candidate, ahead) if is_behind else candidate)
+            if candidate.fits:
+                ahead = best.setdefault(_axes_of(candidate.plan), candidate)
+                if ahead is not candidate:
+                    candidate = _larger(candidate, ahead)
+            found.append(candidate)
         return found
 
     def judge(self, plan: Plan) -> Candidate:
@@ -157,7 +187,7 @@ class Search:
         )
 
     def _sized(self, candidate: Candidate) -> Candidate:
-        if candidate.memory_bytes is not None:
+        if not candidate.fits:
             return candidate
         needed = self.memory.estimate(candidate.plan, self.batch_size)
         sized = replace(
@@ -199,6 +229,11 @@ class Search:
         most = len(self.work.layers(None, False).names)
         if plan.num_pieces > most:
             return f"{plan.num_pieces} pieces of a model of {most} layers"
+        if not any(True for _ in self._flows(plan)):
+            return (
+                f"a batch of {batch} does not divide into equal microbatches for "
+                f"{plan.stages} stages"
+            )
         return None
 
 
@@ -223,16 +258,41 @@ def _unsplit(work: Workload, plan: Plan) -> str | None:
     return None
 
 
+def _why_no_remat(
+    base: Plan, found: list[Candidate], best: dict[_Axes, Candidate]
+) -> str | None:
+    """Why not to compute activations again, which saves memory and takes time."""
+    axes = _axes_of(base)
+    if axes in best:
+        needed = format_bytes(best[axes].memory_bytes or 0)
+        return f"fits without, in {needed}, and takes longer"
+    mine = [each for each in found if _axes_of(each.plan) == axes]
+    if any(each.reason == "memory" for each in mine):
+        return None
+    behind = [each for each in mine if each.reason == "slower"]
+    return f"{(behind or mine)[0].because}, even without"
+
+
 def _pace(candidate: Candidate) -> tuple[float, ...]:
     """The fastest first; of plans that are as fast, the plainest."""
     plan = candidate.plan
-    seconds = float(f"{candidate.step_seconds:.3g}")
+    seconds = float(f"{candidate.step_seconds or 0.0:.3g}")
     is_usual = plan.schedule in (None, DEFAULT_SCHEDULE)
     return seconds, plan.remat, not is_usual, plan.microbatches or plan.accumulate
 
 
-def _axes_of(plan: Plan) -> Plan:
-    return Plan(data=plan.data, fsdp=plan.fsdp, tensor=plan.tensor, stages=plan.stages)
+def _axes_of(plan: Plan) -> _Axes:
+    return plan.data, plan.fsdp, plan.tensor, plan.stages
+
+
+def _is_behind(candidate: Candidate, ahead: Candidate) -> bool:
+    return (candidate.step_seconds or 0.0) >= (ahead.step_seconds or 0.0)
+
+
+def _last_of_enough(best: dict[_Axes, Candidate]) -> Candidate | None:
+    """What a plan has to beat to be looked at closely, if enough others fit."""
+    ranked = sorted(best.values(), key=_pace)
+    return ranked[ENOUGH - 1] if len(ranked) >= ENOUGH else None
 
 
 def _slower(candidate: Candidate, ahead: Candidate) -> Candidate:

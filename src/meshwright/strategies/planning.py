@@ -126,9 +126,7 @@ def search(
 ) -> Search:
     """The search for a model on a machine."""
     times = Predictor(work, machine, known.speed)
-    return Search(
-        work, machine, batch_size, times, work.memory, (precision,), smallest
-    )
+    return Search(work, machine, batch_size, times, work.memory, precision, smallest)
 
 
 def _report(
