@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +78,7 @@ class Size(NamedTuple):
     power: int
 
     @classmethod
+    @cache
     def of(cls, number: int) -> "Size":
         """Takes the samples of a trace out of a number.
 
@@ -102,6 +104,10 @@ class Value:
     itemsize: int
     maker: int | None = None
     readers: list[int] = field(default_factory=list)
+
+    def unread(self) -> "Value":
+        """A copy that nobody reads."""
+        return Value(self.shape, self.dtype, self.itemsize, self.maker)
 
     @property
     def size(self) -> Size:
@@ -132,6 +138,22 @@ class Operation:
     """Of a product: whether the rows of its first factor lie in order."""
     orders: tuple[tuple[int, ...] | None, ...] = (None, None)
     """Of a product: in which order it gets the dims of its factors, if not as is."""
+
+    def reading(self, inputs: list[int]) -> "Operation":
+        """The same operation on other values."""
+        return Operation(
+            self.name,
+            self.sort,
+            self.params,
+            inputs,
+            self.outputs,
+            self.shapes,
+            self.scope,
+            self.inner,
+            self.times,
+            self.reads_rows,
+            self.orders,
+        )
 
     @property
     def is_dear(self) -> bool:

@@ -1,7 +1,5 @@
 """A training step that goes through its batch in microbatches."""
 
-from dataclasses import replace
-
 from meshwright.models.operations import FlatProgram, Operation
 from meshwright.planner.partitioning import (
     ALL_GATHER,
@@ -34,17 +32,17 @@ def accumulated(flat: FlatProgram) -> FlatProgram:
     wanted = {v for op in outside for v in op.inputs} | set(flat.outputs)
     results = [v for v in sorted(made - apart) if v in wanted]
     sums = [v for v in results if flat.values[v].size.power == 0]
-    values = [replace(value, readers=[]) for value in flat.values]
+    values = [value.unread() for value in flat.values]
 
     def new(like: int) -> int:
-        values.append(replace(values[like], readers=[]))
+        values.append(values[like].unread())
         return len(values) - 1
 
     zeros, totals, added = ({v: new(v) for v in sums} for _ in range(3))
     adds = [_add(values[v].shape, zeros[v], v, added[v]) for v in sums]
     read = dict.fromkeys(v for op in repeated for v in op.inputs if v not in made)
     body = FlatProgram(
-        [replace(value, readers=[]) for value in values],
+        [value.unread() for value in values],
         [*repeated, *adds],
         [*read, *zeros.values()],
         [*added.values(), *(v for v in results if v not in totals)],
@@ -62,7 +60,7 @@ def accumulated(flat: FlatProgram) -> FlatProgram:
     fills = [_zeros(values[v].shape, v) for v in zeros.values()]
     before = [op for op in outside if op.name in _BEFORE]
     after = [
-        replace(op, inputs=[totals.get(v, v) for v in op.inputs])
+        op.reading([totals.get(v, v) for v in op.inputs])
         for op in outside
         if op.name not in _BEFORE
     ]

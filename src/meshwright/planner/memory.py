@@ -204,6 +204,18 @@ class MemoryModel:
         return {role: found[role] for role in ("weight", "state", "shared", "metric")}
 
     @cached_property
+    def _paths(self) -> list[str | None]:
+        """The variable that decides how each input is split."""
+        paths = {id(v): path for path, v in unique_variables(self._model).items()}
+        found = []
+        for each in self._step(None, False).inputs:
+            variable = each.variable
+            if each.kind == "slot":
+                variable = reference_of(variable, self._model)
+            found.append(paths.get(id(variable)))
+        return found
+
+    @cached_property
     def _weights_of_slots(self) -> dict[int, int]:
         """The numbers of the weights that the optimizer's variables belong to."""
         step = self._step(None, False)
@@ -251,13 +263,8 @@ class MemoryModel:
         layouts = lay_out_model(
             self._model, Plan(fsdp=fsdp, tensor=tensor, rules=rules)
         )
-        paths = {id(v): path for path, v in unique_variables(self._model).items()}
         found = []
-        for each in step.inputs:
-            variable = each.variable
-            if each.kind == "slot":
-                variable = reference_of(variable, self._model)
-            path = paths.get(id(variable))
+        for each, path in zip(step.inputs, self._paths, strict=True):
             spec = layouts[path].spec if path is not None else ()
             found.append(_input_split(spec, each.kind in ("weight", "state")))
         # Degrees that split the same dims share all programs.

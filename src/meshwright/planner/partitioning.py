@@ -106,7 +106,7 @@ class _Exchange:
         self._flat = flat
         self._platform = platform
         self._parts = parts
-        self._values = [replace(value, readers=[]) for value in flat.values]
+        self._values = [value.unread() for value in flat.values]
         self._instead: dict[int, int] = {}
         self._sources: dict[int, int] = {}
         self._wholes: dict[tuple[int, int], int] = {}
@@ -139,7 +139,7 @@ class _Exchange:
     def make_whole(self, readers: Mapping[int, list[int]]) -> None:
         """Gathers what is split by `tensor` for operations that want it whole."""
         for value, numbers in readers.items():
-            self._values.append(replace(self._values[value], readers=[]))
+            self._values.append(self._values[value].unread())
             whole = len(self._values) - 1
             maker = self._flat.values[value].maker
             place = -1.0 if maker is None else maker + 0.6
@@ -153,7 +153,7 @@ class _Exchange:
         number = sum(self._flat.values[v].size.number for v in group)
         first = self._flat.values[group[0]]
         like = replace(first, shape=(number,), readers=[])
-        self._values += [like, replace(like, readers=[])]
+        self._values += [like, like.unread()]
         joined, total = len(self._values) - 2, len(self._values) - 1
         self._add(JOIN, group, [joined], place)
         self._add(ALL_REDUCE, [joined], [total], place + 0.1)
@@ -176,7 +176,7 @@ class _Exchange:
     def result(self, by_tensor: list[bool]) -> Partitioned:
         """The program, each operation after what it reads."""
         operations = [
-            (float(i), replace(op, inputs=[self._read(i, v) for v in op.inputs]))
+            (float(i), op.reading([self._read(i, v) for v in op.inputs]))
             for i, op in enumerate(self._flat.operations)
         ]
         flat, given = self._flat, set(self._flat.inputs)
@@ -193,7 +193,7 @@ class _Exchange:
         return self._wholes.get((number, value), self._instead.get(value, value))
 
     def _new(self, value: int) -> int:
-        self._values.append(replace(self._values[value], readers=[]))
+        self._values.append(self._values[value].unread())
         self._sources[len(self._values) - 1] = value
         return len(self._values) - 1
 

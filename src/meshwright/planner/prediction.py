@@ -69,6 +69,8 @@ class Predictor:
         self._costs = cache(self._costs_of)
         self._seconds = cache(self._seconds_of)
         self._cut = cache(self._cut_of)
+        self._weight_bytes = cache(self.work.weight_bytes)
+        self._num_batch_sums = cache(self.work.num_batch_sums)
 
     def predict(self, plan: Plan, batch_size: int) -> Prediction:
         """The seconds of a step of a plan."""
@@ -141,7 +143,7 @@ class Predictor:
         Nothing of it is hidden: in programs that XLA compiled for eight GPUs, the sums
         of gradients begin when the last of them is there.
         """
-        held = self.work.weight_bytes(plan.tensor) / plan.stages
+        held = self._weight_bytes(plan.tensor) / plan.stages
         inner = plan.tensor
         shard = held / plan.fsdp
         fsdp = Group(plan.fsdp, inner)
@@ -166,7 +168,7 @@ class Predictor:
         replicas = plan.data * plan.fsdp
         if replicas > 1:
             group = Group(replicas, plan.tensor)
-            number = self.work.num_batch_sums(plan.precision, plan.remat)
+            number = self._num_batch_sums(plan.precision, plan.remat)
             total += number * self._links.all_reduce(1024, group)
         return plan.accumulate * total
 

@@ -21,10 +21,7 @@ MOST_BUBBLE = 0.4
 LEAST_SPLIT = 0.5
 """An axis that splits less than this share of the weights does not do its work."""
 
-ENOUGH = 3
-"""When so many ways to use the devices fit, slower ones are not looked at closely."""
-
-_MICROBATCHES = (1, 2, 4, 8)
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """For each stage."""
 
 _ACCUMULATE = tuple(2**i for i in range(10))
@@ -60,6 +57,8 @@ class Search:
         memory: Says what they need.
         precision: What layers compute in; as the model has it if left out.
         smallest: Whether plans that need little are wanted, and not fast ones.
+        enough: When so many ways to use the devices fit, slower ones are not looked at
+            closely.
     """
 
     work: Workload
@@ -69,6 +68,7 @@ class Search:
     memory: Estimates
     precision: Precision | None = None
     smallest: bool = False
+    enough: int = 3
 
     def candidates(self, num_devices: int) -> list[Candidate]:
         """Plans that use so many of the devices, with the reasons of those that lose.
@@ -143,10 +143,14 @@ class Search:
             timed: Plans with the time they take, or with the reason why they are out.
             best: By their axes: the fastest that fit; those that are found are added.
         """
+        ranked = sorted(timed, key=_pace)
+        leanest: dict[_Axes, Candidate] = {}
+        for candidate in sorted(filter(_is_open, ranked), key=_leanness):
+            leanest.setdefault(_axes_of(candidate.plan), candidate)
         found = []
-        for candidate in sorted(timed, key=_pace):
+        for candidate in ranked:
             axes = _axes_of(candidate.plan)
-            ahead = best.get(axes) or _last_of_enough(best)
+            ahead = best.get(axes) or self._last_of_enough(best)
             is_behind = ahead is not None and _is_behind(candidate, ahead)
             # Everybody compares with plain data parallelism.
             is_usual = max(axes[1:]) == 1 and axes not in best
@@ -154,11 +158,27 @@ class Search:
                 first = best.get(axes) or min(best.values(), key=_pace)
                 candidate = _slower(candidate, first)
             elif candidate.fits:
-                candidate = self._sized(candidate)
+                leanest[axes] = self._sized(leanest[axes])
+                candidate = self._unless_hopeless(candidate, leanest[axes])
                 if candidate.fits:
                     best[axes] = candidate
             found.append(candidate)
         return found
+
+    def _unless_hopeless(self, candidate: Candidate, leanest: Candidate) -> Candidate:
+        """What a plan needs, if at least the leanest of its axes fits."""
+        if leanest.plan == candidate.plan:
+            return leanest
+        if leanest.fits:
+            return self._sized(candidate)
+        wanted = ", ".join(changes(candidate.plan, leanest.plan))
+        because = f"{leanest.because} even with {wanted}"
+        return replace(candidate, fits=False, because=because, reason="memory")
+
+    def _last_of_enough(self, best: dict[_Axes, Candidate]) -> Candidate | None:
+        """What a plan has to beat to be looked at closely, if enough others fit."""
+        ranked = sorted(best.values(), key=_pace)
+        return ranked[self.enough - 1] if len(ranked) >= self.enough else None
 
     def _smallest_first(self, timed: Iterable[Candidate]) -> list[Candidate]:
         sized = [self._sized(each) for each in sorted(timed, key=_pace)]
@@ -187,7 +207,7 @@ class Search:
         )
 
     def _sized(self, candidate: Candidate) -> Candidate:
-        if not candidate.fits:
+        if not candidate.fits or candidate.memory_bytes is not None:
             return candidate
         needed = self.memory.estimate(candidate.plan, self.batch_size)
         sized = replace(
@@ -285,14 +305,20 @@ def _axes_of(plan: Plan) -> _Axes:
     return plan.data, plan.fsdp, plan.tensor, plan.stages
 
 
+def _is_open(candidate: Candidate) -> bool:
+    return candidate.fits
+
+
+def _leanness(candidate: Candidate) -> tuple[bool, int]:
+    """Of plans with the same axes, those that need the least memory first."""
+    plan = candidate.plan
+    return plan.schedule not in (None, DEFAULT_SCHEDULE), -(
+        plan.microbatches or plan.accumulate
+    )
+
+
 def _is_behind(candidate: Candidate, ahead: Candidate) -> bool:
     return (candidate.step_seconds or 0.0) >= (ahead.step_seconds or 0.0)
-
-
-def _last_of_enough(best: dict[_Axes, Candidate]) -> Candidate | None:
-    """What a plan has to beat to be looked at closely, if enough others fit."""
-    ranked = sorted(best.values(), key=_pace)
-    return ranked[ENOUGH - 1] if len(ranked) >= ENOUGH else None
 
 
 def _slower(candidate: Candidate, ahead: Candidate) -> Candidate:

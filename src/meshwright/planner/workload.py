@@ -8,7 +8,14 @@ from typing import Any
 
 from meshwright.models.formulations import Platform
 from meshwright.models.kernels import Kernels, kernels_of
-from meshwright.models.training import TrainingStep, trace_training
+from meshwright.models.stages import StagedProgram
+from meshwright.models.training import (
+    SAMPLES,
+    TrainingStep,
+    batch_shapes,
+    trace_loss,
+    trace_training,
+)
 from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.parallel.plan import Plan
 from meshwright.planner.memory import MemoryModel
@@ -49,8 +56,15 @@ class Workload:
         platform: Platform = "cpu" if kind == "CPU" else "gpu"
 
         @cache
+        def batch() -> Any:
+            return batch_shapes(model, data, SAMPLES)
+
+        @cache
         def trace(precision: str | None, remat: bool) -> TrainingStep:
-            return trace_training(model, data, precision=precision, remat=remat)
+            return trace_training(model, batch(), precision=precision, remat=remat)
+
+        def trace_pieces(precision: str | None) -> StagedProgram:
+            return trace_loss(model, batch(), precision=precision)
 
         @cache
         def kernels_for(precision: str | None, remat: bool) -> Kernels:
@@ -71,7 +85,7 @@ class Workload:
             }
             return split_by_tensor(kernels_for(precision, remat), specs)
 
-        memory = MemoryModel(model, trace, platform)
+        memory = MemoryModel(model, trace, platform, trace_pieces)
         return cls(model.name, kernels_for, layouts_for, split_for, memory)
 
     @cached_property

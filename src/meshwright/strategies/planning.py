@@ -1,7 +1,11 @@
 """`meshwright.plan`: which plan to use for a model, a batch and devices, and why."""
 
+import gc
 import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from meshwright.devices.runtime import jax_devices_of_all
@@ -92,12 +96,30 @@ def plan(
     if measure:
         _refuse_elsewhere(machine, "measure")
     known = known_speed(machine)
-    work = Workload.of(model, machine.kind, data)
-    found = _all_candidates(work, machine, known, batch_size, precision)
-    choice = choose(with_ways_out(found), wishes, batch_size=batch_size)
+    with _no_garbage():
+        work = Workload.of(model, machine.kind, data)
+        smallest = wishes.objective == "smallest"
+        found = _all_candidates(work, machine, known, batch_size, precision, smallest)
+        choice = choose(with_ways_out(found), wishes, batch_size=batch_size)
     if measure:
         choice = _measured(model, choice, wishes, machine, batch_size, measure, data)
-    return _report(work, machine, known, choice, wishes, batch_size, precision)
+    with _no_garbage():
+        return _report(work, machine, known, choice, wishes, batch_size, precision)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Stops Python from looking for garbage among many small objects in vain.
+
+    It takes a quarter of the time of a plan for a large model.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _all_candidates(
@@ -106,14 +128,16 @@ def _all_candidates(
     known: KnownSpeed,
     batch_size: int,
     precision: Precision | None,
+    smallest: bool,
 ) -> list[Candidate]:
-    return [
-        candidate
-        for number in machine.sizes()
-        for candidate in search(
-            work, machine.part(number), known, batch_size, precision
-        ).candidates(number)
-    ]
+    found = []
+    for number in machine.sizes():
+        part = machine.part(number)
+        made = search(work, part, known, batch_size, precision, smallest)
+        # Of fewer devices than there are the best plan is enough, to compare with.
+        enough = made.enough if number == machine.num_devices else 1
+        found += replace(made, enough=enough).candidates(number)
+    return found
 
 
 def search(
@@ -139,18 +163,16 @@ def _report(
     precision: Precision | None,
 ) -> PlanReport:
     assert wishes.objective is not None
-    strong = _best_by_number((*choice.candidates, *choice.rejected), wishes, batch_size)
-    rows = scaling_rows(
-        strong, batch_size=batch_size, samples=wishes.samples, epochs=wishes.epochs
-    )
-    weak = {}
+    costs = partial(scaling_rows, samples=wishes.samples, epochs=wishes.epochs)
+    strong = _best_by_number((*choice.candidates, *choice.rejected), batch_size)
+    rows = costs(strong, batch_size=batch_size)
+    own = max(batch_size // machine.num_devices, 1)
+    weak: dict[int, Candidate] = {}
     for number in strong:
-        size = max(batch_size * number // machine.num_devices, 1)
-        part = machine.part(number)
-        each = search(work, part, known, size, precision)
-        chosen = choose(each.candidates(number), Wishes(), batch_size=size)
-        if chosen.best is not None:
-            weak[number] = chosen.best
+        size = own * number
+        made = search(work, machine.part(number), known, size, precision)
+        weak |= _best_by_number(replace(made, enough=1).candidates(number), size)
+    rows += costs(weak, batch_size=own, is_weak=True)
     return PlanReport(
         model=work.name,
         batch_size=batch_size,
@@ -168,18 +190,17 @@ def _report(
 
 
 def _best_by_number(
-    found: tuple[Candidate, ...], wishes: Wishes, batch_size: int
+    found: Iterable[Candidate], batch_size: int
 ) -> dict[int, Candidate]:
-    best: dict[int, Candidate] = {}
+    """By a number of devices, the fastest plan for it that fits."""
+    by_number: dict[int, list[Candidate]] = {}
     for candidate in found:
-        known = best.get(candidate.num_devices)
-        if candidate.fits and (known is None or _seconds(candidate) < _seconds(known)):
-            best[candidate.num_devices] = candidate
-    return dict(sorted(best.items()))
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.seconds or float("inf")
+        by_number.setdefault(candidate.num_devices, []).append(candidate)
+    best = {
+        number: choose(mine, Wishes(), batch_size=batch_size).best
+        for number, mine in sorted(by_number.items())
+    }
+    return {number: each for number, each in best.items() if each is not None}
 
 
 def calibrate_here(machine: Machine) -> None:
