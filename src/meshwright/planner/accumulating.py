@@ -7,6 +7,7 @@ from meshwright.planner.partitioning import (
     COPY,
     JOIN,
     MAKE_WHOLE,
+    Partitioned,
 )
 
 LOOP = "accumulate"
@@ -17,14 +18,16 @@ _BEFORE = (ALL_GATHER, COPY)
 """Operations that make weights whole, once for all microbatches."""
 
 
-def accumulated(flat: FlatProgram) -> FlatProgram:
+def accumulated(parts: Partitioned) -> Partitioned:
     """The step with its gradients inside of a loop, which adds them up.
 
     Values keep their numbers, inside of the loop and outside.
 
     Arguments:
-        flat: The step on one microbatch.
+        parts: The step on one microbatch.
     """
+    flat = parts.flat
+    by_tensor, by_fsdp = list(parts.by_tensor), list(parts.by_fsdp)
     outside = [op for op in flat.operations if not _is_repeated(op)]
     repeated = _with_what_they_need(flat)
     made = {v for op in repeated for v in op.outputs}
@@ -36,6 +39,8 @@ def accumulated(flat: FlatProgram) -> FlatProgram:
 
     def new(like: int) -> int:
         values.append(values[like].unread())
+        by_tensor.append(by_tensor[like])
+        by_fsdp.append(by_fsdp[like])
         return len(values) - 1
 
     zeros, totals, added = ({v: new(v) for v in sums} for _ in range(3))
@@ -68,7 +73,7 @@ def accumulated(flat: FlatProgram) -> FlatProgram:
     outputs = [totals.get(v, v) for v in flat.outputs]
     operations = [*before, *fills, *early, loop, *late]
     found = FlatProgram(values, operations, flat.inputs, outputs, flat.constants)
-    return found.connected()
+    return Partitioned(found.connected(), by_tensor, by_fsdp)
 
 
 def _with_what_they_need(flat: FlatProgram) -> list[Operation]:

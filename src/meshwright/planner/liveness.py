@@ -13,7 +13,6 @@ from typing import Any
 from meshwright.models.formulations import Platform
 from meshwright.models.fusing import LIBRARY_FROM
 from meshwright.models.kernels import Kernel, Kernels, make_kernels
-from meshwright.models.operations import FlatProgram
 from meshwright.planner.accumulating import LOOP
 from meshwright.planner.partitioning import ALL_REDUCE, JOIN, Partitioned
 
@@ -46,20 +45,14 @@ class LivesBySize:
     """The lives in a program, whose kernels depend on the size of the batch.
 
     Arguments:
-        flat: The program; that of `parts`, or made of it.
-        parts: What of it is divided between devices.
+        parts: The program, and what of it is divided between devices.
         renewed: Values that take the place of inputs, with these.
         platform: What it is compiled for.
     """
 
     def __init__(
-        self,
-        flat: FlatProgram,
-        parts: Partitioned,
-        renewed: dict[int, int],
-        platform: Platform,
+        self, parts: Partitioned, renewed: dict[int, int], platform: Platform
     ) -> None:
-        self._flat = flat
         self._parts = parts
         self._renewed = renewed
         self._platform: Platform = platform
@@ -74,7 +67,7 @@ class LivesBySize:
         """The samples from which sizes count that decide what is fused."""
         if self._platform != "cpu":
             return []
-        sizes = {value.size for value in self._flat.values}
+        sizes = {value.size for value in self._parts.flat.values}
         numbers = {size.number for size in sizes if size.power == 1 and size.number}
         return sorted({-(-LIBRARY_FROM // number) for number in numbers})
 
@@ -82,7 +75,7 @@ class LivesBySize:
         samples = self._bounds[bound - 1] if bound else 1
         if not self._bounds:
             samples = LIBRARY_FROM
-        kernels = make_kernels(self._flat, self._platform, samples)
+        kernels = make_kernels(self._parts.flat, self._platform, samples)
         return Lives(kernels, self._parts, self._renewed, self._platform)
 
 

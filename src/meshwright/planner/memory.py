@@ -325,11 +325,8 @@ class _Program:
     ) -> None:
         self._step = step
         self._splits = splits
-        self._parts = parts
-        flat = parts.flat
-        if is_accumulated:
-            flat = accumulated(parts.flat)
-        self._lives = LivesBySize(flat, parts, renewed, platform)
+        self._parts = accumulated(parts) if is_accumulated else parts
+        self._lives = LivesBySize(self._parts, renewed, platform)
         self.estimate = lru_cache(maxsize=None)(self._estimate)
 
     def _estimate(

@@ -233,7 +233,7 @@ class _Program:
     ) -> None:
         pairs = {flat.outputs[a]: flat.inputs[b] for a, b in (renewed or {}).items()}
         parts = partition(flat, splits, pairs, platform, sums_over_samples=sums)
-        self._lives = LivesBySize(parts.flat, parts, pairs, platform)
+        self._lives = LivesBySize(parts, pairs, platform)
         own = set(pairs)
         values = parts.flat.values
         bound = _that_know_samples(flat)

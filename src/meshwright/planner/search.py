@@ -144,9 +144,9 @@ class Search:
             best: By their axes: the fastest that fit; those that are found are added.
         """
         ranked = sorted(timed, key=_pace)
-        leanest: dict[_Axes, Candidate] = {}
+        leanest: dict[tuple[_Axes, bool], Candidate] = {}
         for candidate in sorted(filter(_is_open, ranked), key=_leanness):
-            leanest.setdefault(_axes_of(candidate.plan), candidate)
+            leanest.setdefault(_group_of(candidate.plan), candidate)
         found = []
         for candidate in ranked:
             axes = _axes_of(candidate.plan)
@@ -158,15 +158,16 @@ class Search:
                 first = best.get(axes) or min(best.values(), key=_pace)
                 candidate = _slower(candidate, first)
             elif candidate.fits:
-                leanest[axes] = self._sized(leanest[axes])
-                candidate = self._unless_hopeless(candidate, leanest[axes])
+                group = _group_of(candidate.plan)
+                leanest[group] = self._sized(leanest[group])
+                candidate = self._unless_hopeless(candidate, leanest[group])
                 if candidate.fits:
                     best[axes] = candidate
             found.append(candidate)
         return found
 
     def _unless_hopeless(self, candidate: Candidate, leanest: Candidate) -> Candidate:
-        """What a plan needs, if at least the leanest of its axes fits."""
+        """What a plan needs, if at least the leanest of those like it fits."""
         if leanest.plan == candidate.plan:
             return leanest
         if leanest.fits:
@@ -305,12 +306,20 @@ def _axes_of(plan: Plan) -> _Axes:
     return plan.data, plan.fsdp, plan.tensor, plan.stages
 
 
+def _group_of(plan: Plan) -> tuple[_Axes, bool]:
+    """Plans of which those with the most parts of a batch need the least memory.
+
+    Sums of gradients, which parts have, take memory themselves.
+    """
+    return _axes_of(plan), (plan.microbatches or plan.accumulate) > 1
+
+
 def _is_open(candidate: Candidate) -> bool:
     return candidate.fits
 
 
 def _leanness(candidate: Candidate) -> tuple[bool, int]:
-    """Of plans with the same axes, those that need the least memory first."""
+    """Of plans like each other, those that need the least memory first."""
     plan = candidate.plan
     return plan.schedule not in (None, DEFAULT_SCHEDULE), -(
         plan.microbatches or plan.accumulate
