@@ -64,8 +64,8 @@ def test_sending_takes_time_at_every_boundary() -> None:
 def test_more_devices_take_less_time_and_more_communication(
     predictor: Predictor,
 ) -> None:
-    one = predictor.predict(Plan(), 8192)
-    eight = predictor.predict(Plan(data=8), 8192)
+    one = predictor.predict(Plan(), 65536)
+    eight = predictor.predict(Plan(data=8), 65536)
     assert one.parts["communication"] == 0
     assert eight.parts["communication"] > 0
     assert 3 < one.seconds / eight.seconds < 8
@@ -77,14 +77,6 @@ def test_sharded_state_is_updated_in_parts(predictor: Predictor) -> None:
     split = predictor.predict(Plan(fsdp=8), 8192).parts
     assert split["update"] == pytest.approx(whole["update"] / 8)
     assert split["communication"] == pytest.approx(whole["communication"], rel=0.05)
-
-
-def test_splitting_the_layers_of_a_model_that_fits_is_slower_than_one_device(
-    predictor: Predictor,
-) -> None:
-    one = predictor.predict(Plan(), 64).seconds
-    in_turn = Plan(stages=2, microbatches=1, schedule="gpipe")
-    assert predictor.predict(in_turn, 64).seconds > one
 
 
 def test_a_pipeline_says_how_long_its_stages_wait(predictor: Predictor) -> None:

@@ -10,6 +10,7 @@ from meshwright.parallel.plan import Plan
 from meshwright.planner.candidates import Candidate
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.money import Wishes, choose
+from meshwright.planner.prediction import Predictor
 from meshwright.planner.search import Search
 from meshwright.planner.speeds import known_speed
 from meshwright.planner.workload import Workload
@@ -38,6 +39,13 @@ def gpt(layers: int, width: int, heads: int, length: int = 2048) -> keras.Model:
     return model
 
 
+def resnet50() -> keras.Model:
+    """As in the tutorial of PyTorch on model parallelism: SGD, without momentum."""
+    model = keras.applications.ResNet50(weights=None)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
 def test_state_of_7_5_billion_parameters_over_64_devices_as_in_the_zero_paper() -> None:
     """120 GB whole, 31.4 GB with the optimizer's state over 64, 1.9 GB with all of it.
 
@@ -54,13 +62,29 @@ def test_state_of_7_5_billion_parameters_over_64_devices_as_in_the_zero_paper() 
     assert 16 * shard / 12 == pytest.approx(1.9 * GB, rel=0.05)
 
 
+def test_layers_on_two_devices_are_slower_than_one_if_the_model_fits() -> None:
+    """ResNet50 with a batch of 120, whose halves lie on two devices, is 7 % slower.
+
+    In microbatches it is faster, so that splitting the layers alone is the reason.
+    """
+    machine = parse_machine("2xA100")
+    model = build_abstractly(resnet50)
+    work = Workload.of(model, "GPU")
+    times = Predictor(work, machine, known_speed(machine).speed)
+    one = times.predict(Plan(), 120).seconds
+    in_turn = Plan(stages=2, microbatches=1, schedule="gpipe")
+    assert 1.0 < times.predict(in_turn, 120).seconds / one < 1.25
+    overlapping = Plan(stages=2, microbatches=6, schedule="gpipe")
+    assert times.predict(overlapping, 120).seconds < one
+
+
 @pytest.mark.parametrize(
     ("layers", "width", "heads", "num_devices", "batch", "tensor", "stages"),
     [
-        (24, 2304, 24, 32, 512, 1, 1),
         (30, 3072, 32, 64, 512, 2, 1),
-        (36, 4096, 32, 128, 512, 4, 1),
-        (40, 6144, 48, 256, 1024, 8, 1),
+        pytest.param(24, 2304, 24, 32, 512, 1, 1, marks=pytest.mark.soak),
+        pytest.param(36, 4096, 32, 128, 512, 4, 1, marks=pytest.mark.soak),
+        pytest.param(40, 6144, 48, 256, 1024, 8, 1, marks=pytest.mark.soak),
     ],
 )
 def test_megatrons_degrees_are_among_the_best_three(
