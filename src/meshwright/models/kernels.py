@@ -5,6 +5,7 @@ that only some of their results ever lie in memory. Sizes grow with the samples 
 batch, or do not; nothing is computed.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -37,8 +38,7 @@ _KINDS: dict[str, Kind] = {
 
 _SMALL_DEAR = {
     *("exp", "log", "log1p", "expm1", "pow", "tanh", "erf", "erf_inv", "rsqrt"),
-    *("sqrt", "cbrt", "atan2", "sin", "cos", "digamma", "lgamma", "random_bits"),
-    "threefry2x32",
+    *("sqrt", "cbrt", "atan2", "sin", "cos", "digamma", "lgamma"),
 }
 """Operations that take many cycles for each number."""
 
@@ -72,6 +72,8 @@ class Kernel:
     """Numbers that it computes, those in between included."""
     dear: Size
     """Numbers among them that take many cycles."""
+    random: Size
+    """Random numbers that it makes, which take more."""
     operation: Any
     """The one that the others are computed for."""
     products: "tuple[Product, ...]" = ()
@@ -83,6 +85,10 @@ class Kernel:
     """The buffers among those it reads in whose place it can put what it makes."""
     members: tuple[int, ...] = ()
     """The operations of the flat program that it computes."""
+    tables: tuple[int, ...] = ()
+    """The buffers among those it reads of which it wants only some rows."""
+    rows: tuple[Size, ...] = ()
+    """The bytes of these rows."""
 
 
 class Product(NamedTuple):
@@ -225,6 +231,10 @@ class _Maker:
             made = _Maker(operation.inner, self._platform, self._samples)
             inner = made.put_in_order()
         main = _main(operation, computed)
+        picks = [op for op in computed if op.name == "gather"]
+        read = Counter(v for op in computed for v in op.inputs)
+        picks = [op for op in picks if read[op.inputs[0]] == 1]
+        tables = {op.inputs[0] for op in picks}
         return Kernel(
             kind=_KINDS.get(main.sort, "elementwise"),
             phase=_phase_of(main.scope),
@@ -233,12 +243,15 @@ class _Maker:
             makes=tuple(self.buffer(v) for v in operation.outputs),
             numbers=_count(flat, [o for o in computed if o.sort != "broadcast"]),
             dear=_count(flat, [o for o in computed if o.name in _SMALL_DEAR]),
+            random=_random(flat, computed),
             operation=main.name,
             products=tuple(_products(computed, flat.values)),
             inner=inner,
             times=operation.times,
             overwrites=tuple(self.buffer(v) for v in fused.overwrites),
             members=tuple(fused.members),
+            tables=tuple(self.buffer(v) for v in fused.reads if v in tables),
+            rows=tuple(flat.values[op.outputs[0]].bytes for op in picks),
         )
 
 
@@ -258,6 +271,14 @@ def _count(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
         if op.sort in ("elementwise", "reduction", "broadcast", "transpose", "moving")
         for v in (op.inputs[:1] if op.sort == "reduction" else op.outputs)
     ]
+    power = max((size.power for size in sizes), default=0)
+    return Size(sum(size.number for size in sizes if size.power == power), power)
+
+
+def _random(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
+    names = ("random_bits", "scramble")
+    made = [op.outputs[0] for op in operations if op.name in names]
+    sizes = [flat.values[value].size for value in made]
     power = max((size.power for size in sizes), default=0)
     return Size(sum(size.number for size in sizes if size.power == power), power)
 

@@ -98,6 +98,7 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
         streams=small.streams,
         per_number=small.per_number,
         per_dear=small.per_dear,
+        per_random=small.per_random,
         kernel=small.kernel if is_cpu else watch.waiting,
         overlaps=not is_cpu,
         turn=_turn(),
@@ -204,6 +205,7 @@ class _Small(NamedTuple):
     streams: tuple[StreamPoint, ...]
     per_number: float
     per_dear: float
+    per_random: float
     kernel: float
 
 
@@ -220,9 +222,10 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
 
     rows = 2**10 if is_cpu else 2**18
     trials = [Trial(_plain, two(2**e // 1024), copies) for e in exponents]
-    trials += [Trial(f, two(rows), copies) for f in (_plain, _cheap, _dear)]
+    functions = (_plain, _cheap, _dear, _random)
+    trials += [Trial(f, two(rows), copies) for f in functions]
     trials += [Trial(_many_kernels, [((8, 8), "float32")])]
-    *times, plain, cheap, dear, kernels = watch.seconds(trials)
+    *times, plain, cheap, dear, random, kernels = watch.seconds(trials)
     points = [
         StreamPoint(3.0 * 2**exponent, seconds)
         for exponent, seconds in zip(exponents, times, strict=True)
@@ -232,6 +235,7 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
         tuple(points),
         max(cheap - plain, 0.0) / _CHEAP / number,
         max(dear - plain, 0.0) / _DEAR / number,
+        max(random - plain, 0.0) / number,
         kernels / _KERNELS,
     )
 
@@ -248,6 +252,13 @@ def _cheap(a: Any, b: Any) -> Any:
 
 def _dear(a: Any, b: Any) -> Any:
     return jnp.exp(a) + jnp.tanh(b) + jnp.log(a + 2.0) + jax.lax.erf(b)
+
+
+def _random(a: Any, b: Any) -> Any:
+    # The seed depends on an argument, so that no turn can be left out.
+    seed = jax.lax.bitcast_convert_type(a[0, 0], jnp.uint32)
+    bits = jax.random.bits(jax.random.key(seed), a.shape)
+    return jnp.where(bits > 2**30, a, b)
 
 
 def _many_kernels(x: Any) -> Any:

@@ -59,19 +59,24 @@ class KernelCosts:
         moved = self._bytes.at(samples) * share
         dear = self._dear.at(samples) * share * self.speed.per_dear
         cheap = self._numbers.at(samples) * share * self.speed.per_number
-        return np.maximum(self.speed.stream_seconds(moved), dear + cheap)
+        random = self._random.at(samples) * share * self.speed.per_random
+        return np.maximum(self.speed.stream_seconds(moved), dear + cheap + random)
 
     @cached_property
     def _bytes(self) -> "_Sizes":
         buffers = self.kernels.buffers
         return _Sizes.of(
-            [buffers[b].bytes for b in _touched(kernel)]
+            [*(buffers[b].bytes for b in _touched(kernel)), *kernel.rows]
             for kernel in self.kernels.kernels
         )
 
     @cached_property
     def _dear(self) -> "_Sizes":
         return _Sizes.of([kernel.dear] for kernel in self.kernels.kernels)
+
+    @cached_property
+    def _random(self) -> "_Sizes":
+        return _Sizes.of([kernel.random] for kernel in self.kernels.kernels)
 
     @cached_property
     def _numbers(self) -> "_Sizes":
@@ -98,13 +103,10 @@ class KernelCosts:
 
 def _touched(kernel: Kernel) -> list[int]:
     """The buffers whose bytes move, some of them twice."""
-    if kernel.operation == "gather":
-        # Of a table only those rows are read that are wanted.
-        return [*kernel.makes, *kernel.makes]
     if kernel.operation.startswith("scatter"):
         # A table is changed in place, at a few rows.
         return [*kernel.reads[-1:], *kernel.reads[-1:]]
-    return list({*kernel.reads, *kernel.makes})
+    return list({*kernel.reads, *kernel.makes} - {*kernel.tables})
 
 
 @dataclass(frozen=True)

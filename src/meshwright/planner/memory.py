@@ -238,6 +238,13 @@ class MemoryModel:
     ) -> TracedPieces:
         staged = self._staged(precision)
         starts = starts_of(staged, names) if names else cut_evenly(staged, num_pieces)
+        if starts is None and names:
+            raise PlanError(
+                f"Stages of {self._model.name!r} were to begin at "
+                f"{', '.join(map(repr, names))}.",
+                "Each begins at a layer that computes something in the training step.",
+                "Use the names of layers, as model.summary() shows them.",
+            )
         if starts is None:
             most = sum(staged.is_cuttable) + 1
             raise PlanError(

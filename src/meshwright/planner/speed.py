@@ -54,6 +54,7 @@ class Speed:
         streams: Timed kernels of different sizes that read and write.
         per_dear: Seconds for a number that takes many cycles (an exponential).
         per_number: Seconds for a number that takes few.
+        per_random: Seconds for a random number.
         kernel: Seconds that it takes to start a kernel.
         overlaps: Whether kernels are started while others run.
         turn: Seconds for the turn of a loop.
@@ -68,6 +69,7 @@ class Speed:
     streams: Sequence[StreamPoint] = ()
     per_dear: float = 0.0
     per_number: float = 0.0
+    per_random: float = 0.0
     kernel: float = 0.0
     overlaps: bool = True
     turn: float = 0.0

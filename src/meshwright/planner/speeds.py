@@ -90,6 +90,7 @@ def _faster(speed: Speed, compute: float, memory: float) -> Speed:
         products=tuple(p._replace(seconds=p.seconds / compute) for p in speed.products),
         streams=tuple(p._replace(seconds=p.seconds / memory) for p in speed.streams),
         per_dear=speed.per_dear / max(compute, memory),
+        per_random=speed.per_random / max(compute, memory),
     )
 
 

@@ -183,9 +183,13 @@ class _Follower:
 
     def _backwards(self, number: int, operation: Operation) -> None:
         """Splits what split operations read, if that costs nothing."""
-        if operation.sort not in ("elementwise", "broadcast") or not operation.outputs:
+        is_random = operation.name == "random_bits"
+        if not is_random and operation.sort not in ("elementwise", "broadcast"):
             return
-        value = operation.outputs[0]
+        for value in operation.outputs if is_random else operation.outputs[:1]:
+            self._split_for_readers(number, value)
+
+    def _split_for_readers(self, number: int, value: int) -> None:
         made = self._flat.values[value]
         if self._dims[value] is not None or value in self._sums or not made.readers:
             return

@@ -125,6 +125,7 @@ class Workload:
             and kernel.phase == "forward"
             and any(buffers[b].bytes.power for b in kernel.reads)
             and not any(buffers[b].bytes.power for b in kernel.makes)
+            and not _layer(kernel.layer).startswith("compile_loss")
             for kernel in kernels.kernels
         )
 
@@ -147,12 +148,9 @@ class Layers:
     @cached_property
     def names(self) -> list[str]:
         """The layers, in the order in which the forward pass comes to them."""
-        found = dict.fromkeys(
-            _layer(kernel.layer)
-            for kernel in self.kernels.kernels
-            if kernel.phase == "forward"
-        )
-        return list(found)
+        forward = [k for k in self.kernels.kernels if k.phase == "forward"]
+        forward.sort(key=lambda kernel: max(kernel.members, default=0))
+        return list(dict.fromkeys(_layer(kernel.layer) for kernel in forward))
 
     @cached_property
     def numbers(self) -> Array:
@@ -210,6 +208,7 @@ def _layer(scope: str) -> str:
     for part in scope.split("/"):
         while match := _WRAPPER.fullmatch(part):
             part = match[1]
-        if _NAME.fullmatch(part) and part not in _PASSES:
+        is_new = part not in _PASSES and part not in found[-1:]
+        if _NAME.fullmatch(part) and is_new:
             found.append(part)
     return "/".join(found)
