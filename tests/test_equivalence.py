@@ -40,6 +40,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tensor-8": lambda: mw.TensorParallel(8),
     "tensor-4-on-8": lambda: mw.TensorParallel(4),
     "hybrid-2-2-2": lambda: mw.Hybrid(data=2, fsdp=2, tensor=2),
+    "auto": lambda: mw.Auto(),
 }
 EVERYWHERE = ("mirrored-3", "fsdp-4", "tensor-2")
 

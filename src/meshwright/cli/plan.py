@@ -16,7 +16,12 @@ NOTHING_FITS = 3
 @click.command()
 @click.argument("model", metavar="FILE.py:make_model")
 @click.option("--devices", help="'8xH200', '4x8xH100', ...; those here if left out.")
-@click.option("--batch", type=int, required=True, help="Samples of the global batch.")
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Samples of the global batch.",
+)
 @click.option("--memory", help="What a step may use of each device, as '40GiB'.")
 @click.option("--objective", help="fastest, cheapest or smallest.")
 @click.option(

@@ -204,7 +204,7 @@ def _layer(scope: str) -> str:
     >>> _layer("transpose(jvp(block))/rematted_computation/dense/ab,bc->ac")
     'block/dense'
     """
-    found = []
+    found: list[str] = []
     for part in scope.split("/"):
         while match := _WRAPPER.fullmatch(part):
             part = match[1]

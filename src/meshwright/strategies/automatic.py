@@ -1,15 +1,20 @@
 """`meshwright.Auto`: the strategy that the planner chooses when training begins."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
+from meshwright.cluster.identity import process_count
+from meshwright.devices.containers import map_leaves, named_leaves
+from meshwright.devices.sizes import is_count, parse_bytes
 from meshwright.devices.step import batch_size as samples_of
 from meshwright.errors import PlanError, ProfileError
+from meshwright.models.profile import shape_of
 from meshwright.parallel.plan import Plan, Precision
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.report import PlanReport
 from meshwright.strategies.attach import attach, place
-from meshwright.strategies.planning import plan
+from meshwright.strategies.planning import best_for_whole_batches, is_in_parts, plan
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 
 import jax
@@ -19,11 +24,25 @@ USUAL_BATCH = 32
 """Samples of a batch if `fit` is not told: Keras' own number."""
 
 
+_WHOLE = (
+    "the fastest of the plans that compute a batch at once: its parts would have "
+    "statistics and random numbers of their own"
+)
+_IN_PARTS = (
+    "nothing else fits, so statistics and random numbers are those of parts of a batch"
+)
+
+
 class Auto(Strategy):
     """The fastest plan for the model, the batch and the devices.
 
-    It is chosen when `fit`, or another method, first runs, because the batch is known
-    then. Until then there is a replica on every device in its `plan`.
+    Where layers have statistics or random numbers, as BatchNorm and Dropout have, a
+    batch is computed in parts only if nothing else fits, because the result is not
+    quite the same.
+
+    It is chosen when `fit` or `evaluate` of a compiled model first runs, because the
+    batch is known then, and kept from then on, also for other models. Until then, and
+    in a run of several processes, there is a replica on every device in its `plan`.
 
     Arguments:
         devices: The devices to choose from; all of the best kind if left out.
@@ -49,11 +68,20 @@ class Auto(Strategy):
         chosen = choose_devices(devices)
         super().__init__(Plan(data=len(chosen), precision=precision), chosen)
         self.report: PlanReport | None = None
-        self.because = "not chosen yet"
-        self._memory = memory
-        self._is_open = len(chosen) > 1 or memory is not None
-        if not self._is_open:
-            self.because = "there is one device"
+        self._memory = None if memory is None else parse_bytes(memory, "memory")
+        self._placed: WeakSet[Any] = WeakSet()
+        fixed = self._why_fixed()
+        self.because = fixed or "not chosen yet"
+        self._is_fixed = fixed is not None
+        self._is_open = not self._is_fixed
+
+    def _why_fixed(self) -> str | None:
+        """Why there is nothing to choose, if there is not."""
+        if process_count() > 1:
+            return f"a replica on every device, because of {process_count()} processes"
+        if len(self.devices) == 1 and self._memory is None:
+            return "there is one device"
+        return None
 
     @property
     def is_open(self) -> bool:
@@ -67,52 +95,102 @@ class Auto(Strategy):
             model: The model.
             arguments: Those of `fit`, `evaluate` or `predict`, by name.
         """
-        if not self._is_open:
+        if self._is_fixed or model in self._placed:
             return
-        self._is_open = False
-        data, size = _batch_of(arguments)
-        if data is not None and not model.built:
-            model._symbolic_build(data_batch=data)
-        self._choose(model, data, size)
+        if self._is_open:
+            batch = _first_batch(arguments)
+            # What is not compiled has no training step yet; `fit` refuses no samples.
+            if not model.compiled or batch.size == 0:
+                return
+            self._choose(model, batch)
+            self._is_open = False
+        # It was attached with the plan of before.
+        self._placed.add(model)
         attach(model, self)
         place(model, self)
 
-    def _choose(self, model: Any, data: Any, batch_size: int) -> None:
+    def _choose(self, model: Any, batch: "_Batch") -> None:
         machine = parse_machine(list(self.devices), memory=self._memory)
+        if batch.data is not None and not model.built:
+            _build(model, batch.data[0])
+        precision = self.plan.precision
         try:
             self.report = plan(
-                model, batch_size, machine, precision=self.plan.precision, data=data
+                model, batch.size, machine, precision=precision, data=batch.data
             )
         except ProfileError as error:
             self.because = f"a replica on every device, because: {error.received}"
             return
         best = self.report.best
         if best is None:
-            raise _nothing_fits(model, batch_size, self.report)
+            raise _nothing_fits(model, batch.size, self.report)
+        self.because = best.because
+        if is_in_parts(best.plan) and _has_state(model):
+            whole = best_for_whole_batches(self.report, model, precision, batch.data)
+            best = whole or best
+            self.because = _WHOLE if whole else f"{self.because}; {_IN_PARTS}"
         self.plan = best.plan
         self.devices = self.devices[: best.num_devices]
         self.__dict__.pop("mesh", None)
-        self.because = best.because
+        if not batch.is_known:
+            self.because += f"; for a batch of {batch.size}, as the data does not say"
 
 
 def _nothing_fits(model: Any, batch_size: int, report: PlanReport) -> PlanError:
     closest = report.least_bad
-    near = "" if closest is None else f"{closest.plan.describe()}: {closest.because}"
+    near = ""
+    if closest is not None:
+        near = f"; the closest is {closest.plan.describe()}: {closest.because}"
     return PlanError(
         f"No plan for {model.name!r} with a batch of {batch_size} fits on "
-        f"{report.machine}; the closest is {near}.",
+        f"{report.machine}{near}.",
         "What a step needs must fit the memory of each device.",
         "Use a smaller batch_size, more devices, or see mw.plan(model, batch_size).",
     )
 
 
-def _batch_of(arguments: Mapping[str, Any]) -> tuple[Any, int]:
-    """The first batch of arrays, and the samples of a batch; no batch of a stream."""
+def _has_state(model: Any) -> bool:
+    """Whether a step changes anything beside weights, as statistics and seeds are."""
+    return bool(model.non_trainable_variables)
+
+
+class _Batch(NamedTuple):
+    """What is known of a batch before `fit` starts."""
+
+    data: Any
+    """Inputs and targets, if they are arrays."""
+    size: int
+    is_known: bool
+    """Whether the size was given, and not assumed."""
+
+
+def _first_batch(arguments: Mapping[str, Any]) -> _Batch:
     x, y = arguments.get("x"), arguments.get("y")
-    size = arguments.get("batch_size") or getattr(x, "batch_size", None) or USUAL_BATCH
-    leaves = jax.tree.leaves((x, y))
-    is_arrays = bool(leaves) and all(isinstance(each, np.ndarray) for each in leaves)
-    if not is_arrays or y is None:
-        return None, int(size)
-    size = min(int(size), samples_of(x))
-    return jax.tree.map(lambda array: array[:size], (x, y)), size
+    given: Any = arguments.get("batch_size") or getattr(x, "batch_size", None)
+    size = int(given) if is_count(given) else USUAL_BATCH
+    leaves = [leaf for _, leaf in named_leaves("", (x, y))]
+    if not leaves or not all(map(_is_array, leaves)):
+        return _Batch(None, size, is_known=is_count(given))
+    size = min(size, samples_of(x))
+    if y is None:
+        return _Batch(None, size, is_known=True)
+    return _Batch(map_leaves(lambda each: each[:size], (x, y)), size, is_known=True)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
+
+
+def _build(model: Any, inputs: Any) -> None:
+    """Makes the variables of a model, as `fit` would, and nothing else.
+
+    Metrics are left to Keras: it draws the batch for them, so that batches are shuffled
+    as they are without this.
+    """
+    import keras
+
+    def symbol(array: Any) -> Any:
+        shape = shape_of(array)
+        return keras.KerasTensor(shape.shape, str(shape.dtype))
+
+    model(map_leaves(symbol, inputs))

@@ -42,7 +42,8 @@ def borrowed(model: Any, batch: Any, precision: str | None) -> Iterator[State]:
             finally:
                 _restore(model, start)
     finally:
-        if before is not None:
+        # `Auto` places a model when it has chosen.
+        if before is not None and not before.is_open:
             place(model, before)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.devices.runtime import jax_devices_of_all
 from meshwright.devices.sizes import is_count
 from meshwright.errors import MachineError, PlanError
+from meshwright.models.profile import refuse_unbuilt
 from meshwright.parallel.plan import Plan, Precision
 from meshwright.planner.calibration import measure_speed
 from meshwright.planner.candidates import Candidate
@@ -24,6 +25,7 @@ from meshwright.planner.workload import Workload
 from meshwright.strategies.strategy import Strategy
 from meshwright.strategies.timing import time_steps
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -77,12 +79,8 @@ def plan(
     >>> mw.plan(model, batch_size=256, devices="8xH200").best.fits
     True
     """
-    if not is_count(batch_size):
-        raise PlanError(
-            f"plan received batch_size={batch_size!r}.",
-            "A global batch has a whole number of samples from 1.",
-            "Pass, for example, batch_size=256.",
-        )
+    check_question("plan", model, batch_size)
+    _check_measure(measure)
     machine = parse_machine(devices, memory=memory)
     wishes = Wishes(
         objective=objective,
@@ -95,16 +93,72 @@ def plan(
         calibrate_here(machine)
     if measure:
         _refuse_elsewhere(machine, "measure")
+        _refuse_without_values(model)
     known = known_speed(machine)
     with _no_garbage():
         work = Workload.of(model, machine.kind, data)
         smallest = wishes.objective == "smallest"
         found = _all_candidates(work, machine, known, batch_size, precision, smallest)
-        choice = choose(with_ways_out(found), wishes, batch_size=batch_size)
+        found = with_ways_out(found)
+        choice = choose(found, wishes, batch_size=batch_size)
+    correction = 1.0
     if measure:
-        choice = _measured(model, choice, wishes, machine, batch_size, measure, data)
+        best = choice.candidates[:measure]
+        timed = _timed(model, best, machine, batch_size, data)
+        correction = _correction(best, timed)
+        found = [_corrected(c, correction, timed.get(c.plan)) for c in found]
+        choice = choose(found, wishes, batch_size=batch_size)
     with _no_garbage():
-        return _report(work, machine, known, choice, wishes, batch_size, precision)
+        strong = _best_by_number(found, batch_size)
+        weak = _weak_scaling(
+            work, machine, known, batch_size, precision, correction, strong
+        )
+    return _report(work.name, machine, known, choice, wishes, batch_size, strong, weak)
+
+
+def check_question(verb: str, model: Any, batch_size: Any) -> None:
+    """Refuses what is no model or is not built, and a batch that is none.
+
+    Arguments:
+        verb: The function that received them.
+        model: Should be a Keras model.
+        batch_size: Should be a count.
+    """
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise PlanError(
+            f"{verb} received {model!r} (a {type(model).__name__}) as model.",
+            "It takes a Keras model.",
+            "Wrap layers in a model, for example keras.Sequential([...]).",
+        )
+    if not is_count(batch_size) or batch_size < 1:
+        raise PlanError(
+            f"{verb} received batch_size={batch_size!r} (a "
+            f"{type(batch_size).__name__}).",
+            "A global batch has a whole number of samples from 1.",
+            "Pass, for example, batch_size=256.",
+        )
+    refuse_unbuilt(model)
+
+
+def _check_measure(measure: Any) -> None:
+    if not is_count(measure) or measure < 0:
+        raise PlanError(
+            f"plan received measure={measure!r} (a {type(measure).__name__}).",
+            "It is the number of plans that are run here, from 0.",
+            "Pass, for example, measure=3, or leave it out.",
+        )
+
+
+def _refuse_without_values(model: Any) -> None:
+    if any(isinstance(v._value, jax.ShapeDtypeStruct) for v in model.variables):
+        raise PlanError(
+            f"plan received measure for {model.name!r}, whose variables have no "
+            "values.",
+            "Only a model with values can be run.",
+            "Leave measure out, or build the model as usual.",
+        )
 
 
 @contextmanager
@@ -153,28 +207,47 @@ def search(
     return Search(work, machine, batch_size, times, work.memory, precision, smallest)
 
 
-def _report(
+def _weak_scaling(
     work: Workload,
+    machine: Machine,
+    known: KnownSpeed,
+    batch_size: int,
+    precision: Precision | None,
+    correction: float,
+    numbers: Iterable[int],
+) -> dict[int, Candidate]:
+    """By a number of devices, the fastest plan for a batch that grows with it."""
+    own = _own_batch(batch_size, machine)
+    weak: dict[int, Candidate] = {}
+    for number in numbers:
+        size = own * number
+        made = search(work, machine.part(number), known, size, precision)
+        found = replace(made, enough=1).candidates(number)
+        weak |= _best_by_number((_corrected(c, correction) for c in found), size)
+    return weak
+
+
+def _own_batch(batch_size: int, machine: Machine) -> int:
+    """Samples of one device."""
+    return max(batch_size // machine.num_devices, 1)
+
+
+def _report(
+    name: str,
     machine: Machine,
     known: KnownSpeed,
     choice: Choice,
     wishes: Wishes,
     batch_size: int,
-    precision: Precision | None,
+    strong: dict[int, Candidate],
+    weak: dict[int, Candidate],
 ) -> PlanReport:
     assert wishes.objective is not None
     costs = partial(scaling_rows, samples=wishes.samples, epochs=wishes.epochs)
-    strong = _best_by_number((*choice.candidates, *choice.rejected), batch_size)
     rows = costs(strong, batch_size=batch_size)
-    own = max(batch_size // machine.num_devices, 1)
-    weak: dict[int, Candidate] = {}
-    for number in strong:
-        size = own * number
-        made = search(work, machine.part(number), known, size, precision)
-        weak |= _best_by_number(replace(made, enough=1).candidates(number), size)
-    rows += costs(weak, batch_size=own, is_weak=True)
+    rows += costs(weak, batch_size=_own_batch(batch_size, machine), is_weak=True)
     return PlanReport(
-        model=work.name,
+        model=name,
         batch_size=batch_size,
         machine=machine,
         best=choice.best,
@@ -187,6 +260,40 @@ def _report(
         epochs=wishes.epochs,
         scaling=rows,
     )
+
+
+def best_for_whole_batches(
+    report: PlanReport, model: Any, precision: Precision | None, data: Any
+) -> Candidate | None:
+    """The fastest plan of a report that fits and computes a batch at once, if any.
+
+    Those that are slower than the same in parts have not been sized yet.
+
+    Arguments:
+        report: What `plan` answered.
+        model: What it was asked for: the model,
+        precision: and the precision,
+        data: and the data.
+    """
+    known = known_speed(report.machine)
+    work = Workload.of(model, report.machine.kind, data)
+    whole = [
+        each
+        for each in (*report.candidates, *report.rejected)
+        if not is_in_parts(each.plan) and (each.fits or each.reason == "slower")
+    ]
+    timed = [each for each in whole if each.seconds is not None]
+    for each in sorted(timed, key=lambda each: each.seconds or 0.0):
+        part = report.machine.part(each.num_devices)
+        made = search(work, part, known, report.batch_size, precision)
+        if each.fits or made.judge(each.plan).fits:
+            return each
+    return None
+
+
+def is_in_parts(plan: Plan) -> bool:
+    """Whether a plan computes a batch in several parts, one after the other."""
+    return plan.accumulate > 1 or (plan.microbatches or 1) > 1
 
 
 def _best_by_number(
@@ -223,39 +330,36 @@ def _refuse_elsewhere(machine: Machine, what: str) -> None:
             "Only devices that are here can be measured.",
             f"Leave {what} out, or leave devices out to plan for those that are here.",
         )
+    if machine.num_hosts > 1:
+        raise MachineError(
+            f"plan received {what} in a run of {machine.num_hosts} processes.",
+            "Only the devices of a process that is alone can be measured.",
+            f"Leave {what} out, or plan in a run of one process.",
+        )
 
 
-def _measured(
+def _timed(
     model: Any,
-    choice: Choice,
-    wishes: Wishes,
+    candidates: Iterable[Candidate],
     machine: Machine,
     batch_size: int,
-    number: int,
     data: Any,
-) -> Choice:
-    """The same plans, of which the best ones have run, in the order that follows."""
-    timed = {
-        candidate.plan: time_steps(
-            model, strategy_of(candidate.plan, machine), batch_size, data
-        )
-        for candidate in choice.candidates[:number]
+) -> dict[Plan, float]:
+    """How long steps of plans really take."""
+    return {
+        each.plan: time_steps(model, strategy_of(each.plan, machine), batch_size, data)
+        for each in candidates
     }
-    ratios = [
-        timed[candidate.plan] / candidate.step_seconds
-        for candidate in choice.candidates
-        if candidate.plan in timed and candidate.step_seconds
-    ]
-    correction = statistics.median(ratios) if ratios else 1.0
-    corrected = [
-        _corrected(candidate, correction, timed.get(candidate.plan))
-        for candidate in (*choice.candidates, *choice.rejected)
-    ]
-    return choose(corrected, wishes, batch_size=batch_size)
+
+
+def _correction(candidates: Iterable[Candidate], timed: dict[Plan, float]) -> float:
+    """By how much longer steps take than was predicted."""
+    ratios = [timed[c.plan] / c.step_seconds for c in candidates if c.step_seconds]
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def _corrected(
-    candidate: Candidate, correction: float, measured: float | None
+    candidate: Candidate, correction: float, measured: float | None = None
 ) -> Candidate:
     if candidate.step_seconds is None:
         return candidate
@@ -270,6 +374,4 @@ def _corrected(
 
 def strategy_of(plan: Plan, machine: Machine) -> Strategy:
     """A strategy with a plan, on the first devices of a machine that is here."""
-    per_host = plan.num_devices // machine.num_hosts
-    names = machine.devices[: max(per_host, 1)]
-    return Strategy(plan, names)
+    return Strategy(plan, machine.devices[: plan.num_devices])

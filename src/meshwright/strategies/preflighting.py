@@ -3,24 +3,29 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import Any
 
-from meshwright.devices.sizes import format_bytes, is_count, parse_bytes
-from meshwright.errors import MeshwrightError, PlanError
-from meshwright.parallel.plan import Plan, Precision
+from meshwright.devices.sizes import format_bytes, parse_bytes
+from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.parallel.plan import Plan
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.search import changes
 from meshwright.planner.workload import Workload
 from meshwright.strategies.attach import attached
 from meshwright.strategies.names import Single
+from meshwright.strategies.planning import check_question
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.exact_memory import ExactMemory, exact_memory
 
 MOST_COMPILED = 6
 """So many changes are compiled, to be certain that they fit."""
 
-MARGIN = 1.15
+MARGIN = 1.25
 """Changes that need this much more by estimate are not compiled."""
+
+HOPE = 2.0
+"""Neither is the last resort, if it needs so much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +53,14 @@ class Preflight:
     fits: bool
     bytes_per_device: int
     """Of the device that needs most, by the compiler's own account."""
+    bytes_to_run: int
+    """What it must have free, which is compared with the limit.
+
+    A GPU takes batches that are on their way besides, and the kernels that are tried
+    out; and not everything that is free is in one piece.
+    """
     by_kind: Mapping[str, int]
-    """The same by kind: parameters, optimizer state, batch, temporaries, ..."""
+    """`bytes_per_device` by kind: parameters, optimizer state, batch, ..."""
     limit: int | None
     """Bytes that a step may use; None if nobody knows."""
     because: str
@@ -61,9 +72,12 @@ class Preflight:
         what = f"{self.model}, batch of {self.batch_size}, {self.plan.describe()}"
         limit = "unknown" if self.limit is None else format_bytes(self.limit)
         verdict = "fits" if self.fits else "does not fit"
+        needs = format_bytes(self.bytes_per_device)
+        if self.bytes_to_run > self.bytes_per_device:
+            needs += f", and {format_bytes(self.bytes_to_run)} to run,"
         lines = [
             f"{what}: {verdict}",
-            f"  needs  {format_bytes(self.bytes_per_device)} per device",
+            f"  needs  {needs} per device",
             f"  limit  {limit} ({self.because})",
         ]
         lines += [f"    {format_bytes(size):>12}  {k}" for k, size in self._kinds()]
@@ -85,6 +99,7 @@ class Preflight:
             "batch_size": self.batch_size,
             "fits": self.fits,
             "bytes_per_device": self.bytes_per_device,
+            "bytes_to_run": self.bytes_to_run,
             "by_kind": dict(self.by_kind),
             "limit": self.limit,
             "because": self.because,
@@ -128,23 +143,19 @@ def preflight(
     >>> mw.preflight(model, batch_size=256, strategy=mw.Mirrored(), memory="1MiB").fits
     True
     """
-    if not is_count(batch_size):
-        raise PlanError(
-            f"preflight received batch_size={batch_size!r}.",
-            "A global batch has a whole number of samples from 1.",
-            "Pass, for example, batch_size=256.",
-        )
-    chosen = strategy or attached(model) or Single()
+    check_question("preflight", model, batch_size)
+    chosen = _checked(strategy) or attached(model) or Single()
     limit, because = _limit(chosen, memory)
     found = exact_memory(model, chosen.plan, chosen.mesh, batch_size, data)
-    needed = _rounded_up(found)
-    fits = limit is None or needed <= limit
+    room = _room(found, chosen.mesh.devices.flat[0].platform)
+    fits = limit is None or room <= limit
     answer = Preflight(
         model=model.name,
         plan=chosen.plan,
         batch_size=batch_size,
         fits=fits,
-        bytes_per_device=needed,
+        bytes_per_device=found.bytes_per_device,
+        bytes_to_run=room,
         by_kind=found.by_kind,
         limit=limit,
         because=because,
@@ -156,8 +167,19 @@ def preflight(
     )
 
 
-def _rounded_up(found: ExactMemory) -> int:
-    return found.bytes_per_device
+def _checked(strategy: Any) -> Strategy | None:
+    if strategy is None or isinstance(strategy, Strategy):
+        return strategy
+    raise StrategyError(
+        f"preflight received {strategy!r} (a {type(strategy).__name__}) as strategy.",
+        "It takes a strategy, or None for the model's own.",
+        "Pass, for example, mw.Mirrored().",
+    )
+
+
+def _room(found: ExactMemory, platform: str) -> int:
+    """What a device must have free: the allocator of a GPU has more to give."""
+    return found.bytes_to_run if platform == "gpu" else found.bytes_per_device
 
 
 def _limit(strategy: Strategy, memory: int | str | None) -> tuple[int | None, str]:
@@ -180,58 +202,95 @@ class _Changes:
 
     def smallest(self, answer: Preflight) -> Suggestion | None:
         """The first change that fits, by the compiler's account."""
-        promising = [
-            (plan, size)
-            for plan, size in _ordered(answer.plan, answer.batch_size)
-            if self._estimate(plan, size) <= MARGIN * self._limit
-        ]
-        for plan, size in promising[:MOST_COMPILED]:
+        ordered = _ordered(answer.plan, answer.batch_size)
+        found = self._first(ordered)
+        if found is None:
+            return None
+        plan, size, needed = found
+        words = _words(answer.plan, plan, answer.batch_size, size)
+        return Suggestion(
+            words=words, plan=plan, batch_size=size, bytes_per_device=needed
+        )
+
+    def _first(self, ordered: list[tuple[Plan, int]]) -> tuple[Plan, int, int] | None:
+        num_left, most = MOST_COMPILED - 1, MARGIN * self._limit
+        for plan, size in ordered:
+            estimate = self._estimate(plan, size)
+            if estimate >= most:
+                continue
             needed = self._needed(plan, size)
             if needed is not None and needed <= self._limit:
-                words = _words(answer.plan, plan, answer.batch_size, size)
-                return Suggestion(
-                    words=words, plan=plan, batch_size=size, bytes_per_device=needed
-                )
-        return None
+                return plan, size, needed
+            if needed is not None:
+                # What is as large as something that does not fit does not fit either.
+                most = estimate
+            num_left -= 1
+            if not num_left:
+                break
+        return self._leanest(ordered)
+
+    def _leanest(self, ordered: list[tuple[Plan, int]]) -> tuple[Plan, int, int] | None:
+        """The last resort: better a change that is too large than none."""
+        sizes = [self._estimate(*each) for each in ordered]
+        least = min(sizes, default=inf)
+        if least >= HOPE * self._limit:
+            return None
+        plan, size = ordered[sizes.index(least)]
+        needed = self._needed(plan, size)
+        if needed is None or needed > self._limit:
+            return None
+        return plan, size, needed
 
     def _estimate(self, plan: Plan, batch_size: int) -> float:
         return self._estimates.estimate(plan, batch_size).total
 
     def _needed(self, plan: Plan, batch_size: int) -> int | None:
+        """What a device must have free; None if the plan does not suit the model."""
         mesh = Strategy(plan, self._strategy.devices).mesh
         try:
             found = exact_memory(self._model, plan, mesh, batch_size, self._data)
         except MeshwrightError:
-            return None  # the plan does not suit the model
-        return _rounded_up(found)
+            return None
+        return _room(found, mesh.devices.flat[0].platform)
 
 
 def _ordered(plan: Plan, batch_size: int) -> list[tuple[Plan, int]]:
     """Changes of a plan and its batch, those that change the least first.
 
-    What leaves the result as it is comes before what rounds it, and that before what
-    trains on other batches.
+    What leaves the result as it is (accumulate, remat, fsdp: each alone, then together)
+    comes before what rounds it, and that before what trains on smaller batches.
     """
     found = []
-    for effort, changed in _changed_plans(plan):
+    is_even = batch_size % _num_parts(plan) == 0
+    for (rounds, *efforts), changed in _changed_plans(plan):
         for halvings in range(5):
             size = batch_size >> halvings
-            parts = changed.num_replicas * (changed.microbatches or changed.accumulate)
-            if size and size % parts == 0 and (changed != plan or halvings):
-                found.append((effort + 2.5 * halvings, changed, size))
+            divides = size % _num_parts(changed) == 0 or not is_even
+            if size and divides and (changed != plan or halvings):
+                depth = 2 * (halvings > 0) + rounds
+                found.append(((depth, halvings, *efforts), changed, size))
     found.sort(key=lambda each: each[0])
     return [(each, size) for _, each, size in found]
 
 
-def _changed_plans(plan: Plan) -> Iterator[tuple[float, Plan]]:
-    precisions: list[tuple[float, Precision | None]] = [(0.0, plan.precision)]
+def _num_parts(plan: Plan) -> int:
+    """Into how many parts a batch is cut."""
+    return plan.num_replicas * (plan.microbatches or plan.accumulate)
+
+
+def _changed_plans(plan: Plan) -> Iterator[tuple[tuple[int, ...], Plan]]:
+    """Plans with what they change: rounding, how many other things, which, how far."""
+    precisions = [plan.precision]
     if plan.precision not in ("bfloat16", "float16"):
-        precisions.append((2.0, "bfloat16"))
-    for split, (rounding, precision), remat, doublings in product(
+        precisions.append("bfloat16")
+    for split, precision, remat, doublings in product(
         _splits(plan), precisions, {plan.remat, True}, range(5)
     ):
-        effort = 1.5 * (split > 1) + rounding + 1.0 * (remat != plan.remat)
-        effort += 0.2 * doublings + 0.4 * (doublings > 0)
+        # In the order of intrusiveness.
+        which = (doublings > 0, remat != plan.remat, split > 1)
+        weight = sum(2**place for place, is_new in enumerate(which) if is_new)
+        rounds = precision != plan.precision
+        effort = (int(rounds), sum(which), weight, split, doublings)
         changed = replace(
             plan,
             data=plan.data // split,
