@@ -361,6 +361,10 @@ def test_every_predicted_number_is_marked_as_predicted() -> None:
             "mw.Hybrid(fsdp=2, devices=mw.devices('GPU')[:2])",
         ),
         (
+            Plan(data=4, stages=2, microbatches=2),
+            "mw.Hybrid(data=4, stages=2, microbatches=2, schedule='1f1b')",
+        ),
+        (
             Plan(data=2, stages=4, microbatches=16),
             "mw.Hybrid(data=2, stages=4, microbatches=16, schedule='1f1b')",
         ),

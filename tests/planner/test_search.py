@@ -138,6 +138,43 @@ def test_of_small_plans_the_smallest_of_each_degrees_stays(work: Workload) -> No
     }
 
 
+def normed() -> keras.Model:
+    inputs = keras.Input((32,))
+    x = inputs
+    for _ in range(4):
+        x = L.BatchNormalization()(L.Dense(32, activation="relu")(x))
+    model = keras.Model(inputs, x, name="normed")
+    model.compile("adam", "mse")
+    return model
+
+
+def test_a_batch_with_statistics_is_cut_only_if_nothing_else_fits() -> None:
+    work = Workload.of(build_abstractly(normed), "GPU")
+
+    class InParts(Memory):
+        """Parts of a batch need half."""
+
+        def estimate(self, plan: Plan, batch_size: int) -> MemoryEstimate:
+            found = super().estimate(plan, batch_size)
+            half = 2 if plan.accumulate > 1 or plan.stages > 1 else 1
+            return replace(found, parameters=found.parameters // half)
+
+    def found(memory: int) -> list[Candidate]:
+        made = replace(search(work, memory=memory), memory=InParts())
+        return made.among([Plan(data=2), Plan(stages=2)])
+
+    def fitting(candidates: list[Candidate]) -> list[Plan]:
+        return [each.plan for each in candidates if each.fits]
+
+    assert fitting(found(1024)) == [Plan(data=2)]
+    out = {c.because for c in found(1024) if c.reason == "parts"}
+    assert out == {"not needed, as data=2 fits, and not the same for this model"}
+    assert fitting(found(512)) == [Plan(data=2, remat=True)]
+    tight = fitting(found(256))
+    assert tight
+    assert all(plan.accumulate > 1 or plan.stages > 1 for plan in tight)
+
+
 def test_changes_are_named_by_the_arguments_that_make_them() -> None:
     plan = Plan(stages=2, microbatches=4)
     assert changes(plan, Plan(stages=2, microbatches=8)) == ["microbatches=8"]

@@ -191,43 +191,6 @@ def stateful(layer: keras.Layer) -> keras.Model:
     return compiled(keras.Sequential([keras.Input((16,)), *layers], name="stateful"))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [L.BatchNormalization, lambda: L.Dropout(0.3, seed=7)],
-    ids=["norm", "drop"],
-)
-@pytest.mark.parametrize(
-    "fastest",
-    [Plan(accumulate=4), Plan(stages=2, microbatches=4)],
-    ids=Plan.describe,
-)
-def test_statistics_and_random_numbers_are_those_of_whole_batches(
-    monkeypatch: pytest.MonkeyPatch, layer: Any, fastest: Plan
-) -> None:
-    answering(monkeypatch, fastest, Plan(accumulate=2), Plan(data=2))
-    strategy = mw.Auto(CPUS)
-    found = train(mw.distribute(stateful(layer()), strategy))
-    assert strategy.plan == Plan(data=2)
-    assert strategy.because == (
-        "the fastest of the plans that compute a batch at once: its parts would have "
-        "statistics and random numbers of their own"
-    )
-    assert_close(found, train(stateful(layer())))
-
-
-def test_if_only_parts_of_a_batch_fit_it_says_what_that_means(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answering(monkeypatch, Plan(accumulate=4), Plan(data=2))
-    strategy = mw.Auto(CPUS[:2], memory="4KiB")  # enough for neither
-    train(mw.distribute(stateful(L.BatchNormalization()), strategy))
-    assert strategy.plan == Plan(accumulate=4)
-    assert strategy.because == (
-        "the test wants it; nothing else fits, so statistics and random numbers are "
-        "those of parts of a batch"
-    )
-
-
 def test_on_one_device_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "plan", never)
     monkeypatch.setattr(automatic, "parse_machine", never)

@@ -321,7 +321,7 @@ def test_distribute_takes_a_model_and_a_strategy() -> None:
         mw.distribute(make_model(), "mirrored")
     assert str(caught.value).split("\n") == [
         "distribute received 'mirrored' (a str) as strategy.",
-        "It takes a strategy.",
+        "It takes a strategy, or 'auto'.",
         "Pass, for example, mw.Mirrored().",
     ]
 

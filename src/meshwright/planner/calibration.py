@@ -109,14 +109,18 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
     )
 
 
+_TOGETHER = 24
+"""So many products are compiled before they are timed; the first ones always are."""
+
+
 def _timed_products(
     watch: Stopwatch, is_cpu: bool, end: float
 ) -> Iterator[ProductPoint]:
     wanted = list(_all_products(is_cpu))
     # Few at a time, so that there is something of everything if time runs out.
-    for start in range(0, len(wanted), 48):
-        group = wanted[start : start + 48]
-        if time.monotonic() > end:
+    for start in range(0, len(wanted), _TOGETHER):
+        group = wanted[start : start + _TOGETHER]
+        if start and time.monotonic() > end:
             return
         times = watch.seconds([trial for trial, _ in group])
         for (_, point), seconds in zip(group, times, strict=True):
@@ -229,6 +233,8 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
     points = [
         StreamPoint(3.0 * 2**exponent, seconds)
         for exponent, seconds in zip(exponents, times, strict=True)
+        # What is shorter than the start of a kernel is lost in its noise.
+        if is_cpu or seconds > watch.waiting
     ]
     number = 256 * rows
     return _Small(

@@ -10,11 +10,19 @@ PARTS = ("compute", "communication", "bubble", "update", "input", "overhead")
 """What a step spends its seconds on, in the order in which they are shown."""
 
 Reason = Literal[
-    "memory", "division", "bubble", "slower", "larger", "deadline", "budget", ""
+    "memory",
+    "division",
+    "parts",
+    "bubble",
+    "slower",
+    "larger",
+    "deadline",
+    "budget",
+    "",
 ]
-"""Why a plan is out: it needs too much memory; something does not divide; too much of
-the pipeline stands idle; a plan like it is faster, or needs less; it takes or costs too
-much."""
+"""Why a plan is out: it needs too much memory; something does not divide; it computes
+statistics of parts of a batch without need; too much of the pipeline stands idle; a
+plan like it is faster, or needs less; it takes or costs too much."""
 
 _JSON_FIELDS = (
     *("data", "fsdp", "tensor", "stages", "microbatches", "schedule", "accumulate"),

@@ -25,6 +25,7 @@ SHOWN = 5
 _HEADINGS: dict[Reason, str] = {
     "memory": "need more memory than a device has",
     "division": "cannot be split in this way",
+    "parts": "compute statistics and random numbers of parts of a batch",
     "bubble": "leave too much of a pipeline idle",
     "slower": "are slower than a plan like them",
     "larger": "need more than a plan like them",
@@ -240,7 +241,7 @@ def _code(plan: Plan, machine: Machine) -> str:
     if plan.stages > 1:
         # Its schedule has a usual number of chunks, which need not be said.
         usual = Plan(stages=2, schedule=plan.schedule, microbatches=2)
-    always = ("microbatches", "schedule") if plan.stages > 1 else ()
+    always = ("stages", "microbatches", "schedule") if plan.stages > 1 else ()
     given = [
         f"{name}={getattr(plan, name)!r}"
         for name in (field.name for field in fields(plan))

@@ -59,6 +59,7 @@ class Search:
         smallest: Whether plans that need little are wanted, and not fast ones.
         enough: When so many ways to use the devices fit, slower ones are not looked at
             closely.
+        whole_batches: Whether no batch may be computed in parts.
     """
 
     work: Workload
@@ -69,6 +70,7 @@ class Search:
     precision: Precision | None = None
     smallest: bool = False
     enough: int = 3
+    whole_batches: bool = False
 
     def candidates(self, num_devices: int) -> list[Candidate]:
         """Plans that use so many of the devices, with the reasons of those that lose.
@@ -79,7 +81,26 @@ class Search:
         return self.among(_factorisations(num_devices))
 
     def among(self, bases: Iterable[Plan]) -> list[Candidate]:
-        """Likewise, among plans that have the axes of some others."""
+        """Likewise, among plans that have the axes of some others.
+
+        Statistics and random numbers of parts of a batch are not those of the batch. If
+        a model has such, a plan in parts is for when no other fits.
+        """
+        bases = list(bases)
+        if not self.work.has_state:
+            return self._judged(bases)
+        straight = [base for base in bases if base.stages == 1]
+        found = replace(self, whole_batches=True)._judged(straight)
+        fitting = [each for each in found if each.fits]
+        if not fitting:
+            return self._judged(bases)
+        first = min(fitting, key=_pace).plan.describe()
+        because = f"not needed, as {first} fits, and not the same for this model"
+        in_parts = [base for base in bases if base.stages > 1]
+        in_parts += [replace(base, accumulate=2) for base in straight]
+        return found + [self._out(each, "parts", because) for each in in_parts]
+
+    def _judged(self, bases: Iterable[Plan]) -> list[Candidate]:
         found: list[Candidate] = []
         possible = []
         for base in bases:
@@ -119,7 +140,7 @@ class Search:
     def _flows(self, plan: Plan) -> Iterator[Plan]:
         """The ways to cut the batch of a plan into parts."""
         if plan.stages == 1:
-            for number in _ACCUMULATE:
+            for number in _ACCUMULATE[: 1 if self.whole_batches else None]:
                 if self._divides(plan, number):
                     yield replace(plan, accumulate=number)
             return

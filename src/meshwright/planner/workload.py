@@ -97,6 +97,12 @@ class Workload:
             if buffer.given is not None and buffer.given.kind == "weight"
         }
 
+    @cached_property
+    def has_state(self) -> bool:
+        """Whether a step changes more than weights: statistics, seeds."""
+        given = [buffer.given for buffer in self.kernels_for(None, False).buffers]
+        return any(each is not None and each.kind == "state" for each in given)
+
     def weight_bytes(self, tensor: int) -> float:
         """Bytes of the weights that are trained, on a device of the axis `tensor`."""
         kernels = self.kernels_for(None, False)

@@ -14,7 +14,7 @@ from meshwright.parallel.plan import Plan, Precision
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.report import PlanReport
 from meshwright.strategies.attach import attach, place
-from meshwright.strategies.planning import best_for_whole_batches, is_in_parts, plan
+from meshwright.strategies.planning import plan
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 
 import jax
@@ -22,15 +22,6 @@ import numpy as np
 
 USUAL_BATCH = 32
 """Samples of a batch if `fit` is not told: Keras' own number."""
-
-
-_WHOLE = (
-    "the fastest of the plans that compute a batch at once: its parts would have "
-    "statistics and random numbers of their own"
-)
-_IN_PARTS = (
-    "nothing else fits, so statistics and random numbers are those of parts of a batch"
-)
 
 
 class Auto(Strategy):
@@ -113,10 +104,13 @@ class Auto(Strategy):
         machine = parse_machine(list(self.devices), memory=self._memory)
         if batch.data is not None and not model.built:
             _build(model, batch.data[0])
-        precision = self.plan.precision
         try:
             self.report = plan(
-                model, batch.size, machine, precision=precision, data=batch.data
+                model,
+                batch.size,
+                machine,
+                precision=self.plan.precision,
+                data=batch.data,
             )
         except ProfileError as error:
             self.because = f"a replica on every device, because: {error.received}"
@@ -125,10 +119,6 @@ class Auto(Strategy):
         if best is None:
             raise _nothing_fits(model, batch.size, self.report)
         self.because = best.because
-        if is_in_parts(best.plan) and _has_state(model):
-            whole = best_for_whole_batches(self.report, model, precision, batch.data)
-            best = whole or best
-            self.because = _WHOLE if whole else f"{self.because}; {_IN_PARTS}"
         self.plan = best.plan
         self.devices = self.devices[: best.num_devices]
         self.__dict__.pop("mesh", None)
@@ -147,11 +137,6 @@ def _nothing_fits(model: Any, batch_size: int, report: PlanReport) -> PlanError:
         "What a step needs must fit the memory of each device.",
         "Use a smaller batch_size, more devices, or see mw.plan(model, batch_size).",
     )
-
-
-def _has_state(model: Any) -> bool:
-    """Whether a step changes anything beside weights, as statistics and seeds are."""
-    return bool(model.non_trainable_variables)
 
 
 class _Batch(NamedTuple):

@@ -262,40 +262,6 @@ def _report(
     )
 
 
-def best_for_whole_batches(
-    report: PlanReport, model: Any, precision: Precision | None, data: Any
-) -> Candidate | None:
-    """The fastest plan of a report that fits and computes a batch at once, if any.
-
-    Those that are slower than the same in parts have not been sized yet.
-
-    Arguments:
-        report: What `plan` answered.
-        model: What it was asked for: the model,
-        precision: and the precision,
-        data: and the data.
-    """
-    known = known_speed(report.machine)
-    work = Workload.of(model, report.machine.kind, data)
-    whole = [
-        each
-        for each in (*report.candidates, *report.rejected)
-        if not is_in_parts(each.plan) and (each.fits or each.reason == "slower")
-    ]
-    timed = [each for each in whole if each.seconds is not None]
-    for each in sorted(timed, key=lambda each: each.seconds or 0.0):
-        part = report.machine.part(each.num_devices)
-        made = search(work, part, known, report.batch_size, precision)
-        if each.fits or made.judge(each.plan).fits:
-            return each
-    return None
-
-
-def is_in_parts(plan: Plan) -> bool:
-    """Whether a plan computes a batch in several parts, one after the other."""
-    return plan.accumulate > 1 or (plan.microbatches or 1) > 1
-
-
 def _best_by_number(
     found: Iterable[Candidate], batch_size: int
 ) -> dict[int, Candidate]:
