@@ -35,11 +35,10 @@ def test_one_epoch_over_meshes_equals_one_device_in_float64(name: str) -> None:
     compare_in_float64(name)
 
 
-def test_a_small_network_over_meshes_equals_one_device_in_float64() -> None:
-    compare_in_float64("MobileNet")
-
-
-@pytest.mark.parametrize("name", FIRST_BLOCKS)
+@pytest.mark.parametrize(
+    "name",
+    ["ResNet50", pytest.param("EfficientNetV2B0", marks=pytest.mark.soak)],
+)
 def test_first_blocks_over_meshes_equal_one_device_in_float64(name: str) -> None:
     compare_in_float64(name, FIRST_BLOCKS[name])
 

@@ -43,6 +43,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "auto": lambda: mw.Auto(),
 }
 EVERYWHERE = ("mirrored-3", "fsdp-4", "tensor-2")
+IN_SHORT = ("mirrored-3", "fsdp-4")
+"""Those that all models meet in `make test`; the rest is in `make soak`."""
 
 
 def images(size: int) -> tuple[Any, Any]:
@@ -420,6 +422,8 @@ MODELS = {
     "own-step": Case(OwnStep, table),
 }
 CORE = ("mlp", "cnn", "dropout")
+LOOPED = (*CORE, "transformer", "lstm", "unet")
+"""Models that train in loops of steps in `make test`; all do in `make soak`."""
 
 
 def build(name: str, optimizer: Any = None) -> keras.Model:
@@ -464,7 +468,11 @@ def assert_equal_weights(ours: keras.Model, theirs: keras.Model, rtol: float) ->
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [
-        (strategy, name)
+        pytest.param(
+            strategy,
+            name,
+            marks=() if name in CORE or strategy in IN_SHORT else pytest.mark.soak,
+        )
         for strategy in STRATEGIES
         for name in MODELS
         if strategy in EVERYWHERE or name in CORE
@@ -493,7 +501,15 @@ def trained_in_many_steps(name: str) -> tuple[keras.Model, Any]:
 @pytest.mark.parametrize(
     ("strategy", "name", "is_resident"),
     [
-        *(("hybrid-2-2-2", name, True) for name in MODELS),
+        *(
+            pytest.param(
+                "hybrid-2-2-2",
+                name,
+                True,
+                marks=() if name in LOOPED else pytest.mark.soak,
+            )
+            for name in MODELS
+        ),
         *((strategy, "mlp", True) for strategy in ("mirrored-8", "fsdp-4")),
         *(("mirrored-3", name, False) for name in ("dropout", "two-headed", "dict")),
         *(("hybrid-2-2-2", name, False) for name in ("mlp", "transformer")),
@@ -753,9 +769,22 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
     return float(np.sqrt(sum(np.sum((a - b) ** 2) for a, b in pairs)))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", MIXED_MODELS)
-@pytest.mark.parametrize("strategy", MIXED_STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "name", "precision"),
+    [
+        pytest.param(
+            strategy,
+            name,
+            precision,
+            marks=pytest.mark.soak
+            if precision == "float16" and strategy in ("fsdp-4", "tensor-2")
+            else (),
+        )
+        for strategy in MIXED_STRATEGIES
+        for name in MIXED_MODELS
+        for precision in ("bfloat16", "float16")
+    ],
+)
 def test_mixed_precision_equals_one_device_in_the_same_precision(
     strategy: str, name: str, precision: str
 ) -> None:

@@ -1,11 +1,13 @@
 """The calibration measures what it says, on this machine."""
 
 import meshwright as mw
+from meshwright.planner import calibration
 from meshwright.planner.calibration import _collectives, measure_speed
 from meshwright.planner.measuring import Stopwatch, Trial
 from meshwright.strategies.planning import _mesh
 
 import jax.numpy as jnp
+import pytest
 
 
 def test_the_stopwatch_sees_that_more_work_takes_longer() -> None:
@@ -24,7 +26,10 @@ def test_the_stopwatch_sees_that_more_work_takes_longer() -> None:
     assert 3 < long / short < 20
 
 
-def test_a_calibration_without_time_has_something_of_everything() -> None:
+def test_a_calibration_without_time_has_something_of_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "_TOGETHER", 8)
     speed = measure_speed([_mesh(("/device:CPU:0",))], most_seconds=0.0)
     assert {point.kind for point in speed.products} == {"product", "convolution"}
     assert speed.per_random > speed.per_number > 0

@@ -92,18 +92,26 @@ def refused(model: Any, batch: Any, strategy: Any) -> MemoryLimitError:
 
 
 STRATEGIES: list[tuple[Case, Callable[[], Any]]] = [
+    (cnn, lambda: mw.FSDP(devices=CPUS[:4], precision="float16", remat=True)),
+    (transformer, lambda: mw.TensorParallel(2, devices=CPUS[:2])),
+    (unet, lambda: mw.Single("CPU:0", accumulate=3)),
+]
+MORE_STRATEGIES: list[tuple[Case, Callable[[], Any]]] = [
     (cnn, lambda: mw.Single("CPU:0")),
     (cnn, lambda: mw.Mirrored(CPUS, precision="bfloat16")),
-    (cnn, lambda: mw.FSDP(devices=CPUS[:4], precision="float16", remat=True)),
     (lstm, lambda: mw.FSDP(devices=CPUS[:4], accumulate=2)),
-    (transformer, lambda: mw.TensorParallel(2, devices=CPUS[:2])),
     (transformer, lambda: mw.Hybrid(data=2, fsdp=2, tensor=2, devices=CPUS)),
     (unet, lambda: mw.FSDP(devices=CPUS[:4])),
-    (unet, lambda: mw.Single("CPU:0", accumulate=3)),
 ]
 
 
-@pytest.mark.parametrize(("make", "make_strategy"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("make", "make_strategy"),
+    [
+        *STRATEGIES,
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_STRATEGIES),
+    ],
+)
 def test_it_is_what_the_step_of_fit_needs(
     make: Case, make_strategy: Callable[[], Any]
 ) -> None:
