@@ -422,7 +422,7 @@ MODELS = {
     "own-step": Case(OwnStep, table),
 }
 CORE = ("mlp", "cnn", "dropout")
-LOOPED = (*CORE, "transformer", "lstm", "unet")
+LOOPED = (*CORE, "lstm")
 """Models that train in loops of steps in `make test`; all do in `make soak`."""
 
 
@@ -650,7 +650,10 @@ LEVERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "dropout", "transformer"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "cnn", pytest.param("dropout", marks=pytest.mark.soak), "transformer"],
+)
 @pytest.mark.parametrize("strategy", LEVERS)
 def test_rematerialised_training_equals_one_device(strategy: str, name: str) -> None:
     reference, _ = trained_alone(name)
@@ -777,7 +780,8 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
             name,
             precision,
             marks=pytest.mark.soak
-            if precision == "float16" and strategy in ("fsdp-4", "tensor-2")
+            if precision == "float16"
+            and (strategy in ("fsdp-4", "tensor-2") or name == "transformer")
             else (),
         )
         for strategy in MIXED_STRATEGIES

@@ -353,15 +353,18 @@ def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> float:
 
 
 def _crowding(one: Mesh, many: Mesh) -> float:
-    """How much longer devices of one CPU take together than one after the other."""
+    """How much longer devices of one CPU take together than one after the other.
+
+    The work is large enough that a device alone keeps all cores busy, as steps do.
+    """
 
     def work(x: Any) -> Any:
         for _ in range(4):
-            x = jnp.tanh(x @ jnp.full((256, 256), 0.01)) + 0.1
+            x = jnp.tanh(x @ jnp.full((512, 512), 0.01)) + 0.1
         return x
 
-    alone = _on_each(one, work, jnp.ones((64, 256)))
-    together = _on_each(many, work, jnp.ones((64 * many.size, 256)))
+    alone = _on_each(one, work, jnp.ones((512, 512)))
+    together = _on_each(many, work, jnp.ones((512 * many.size, 512)))
     return together / (alone * many.size)
 
 
