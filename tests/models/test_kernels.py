@@ -172,7 +172,7 @@ def test_batched_products_have_a_batch() -> None:
     found = make_kernels(flatten(program(heads, heads).jaxpr), "cpu")
     ((_, product),) = products(found)
     sizes = Size(4, 1), Size(6, 0), Size(8, 0), Size(6, 0)
-    assert product == (*sizes, "float32", "nt", 1)
+    assert product == (*sizes, "float32", "nt", 1, False)
     assert product.flops(3) == 2 * 3 * 4 * 6 * 8 * 6
 
 
@@ -268,7 +268,8 @@ def test_numbers_are_counted_with_those_in_between() -> None:
     program = jax.make_jaxpr(run)(x)
     (kernel,) = make_kernels(flatten(program.jaxpr, "gpu"), "gpu").kernels
     assert kernel.numbers == Size(3 * 8, 1), "powers, products, and what is summed"
-    assert kernel.dear == Size(8, 1), "powers"
+    assert kernel.dear == {"exp": Size(8, 1)}, "powers"
+    assert kernel.summed == Size(8, 1)
     assert (kernel.kind, kernel.operation) == ("reduction", "reduce_sum")
 
 

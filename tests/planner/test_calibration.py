@@ -1,5 +1,7 @@
 """The calibration measures what it says, on this machine."""
 
+from typing import Any
+
 import meshwright as mw
 from meshwright.planner import calibration
 from meshwright.planner.calibration import _collectives, measure_speed
@@ -33,11 +35,28 @@ def test_a_calibration_without_time_has_something_of_everything(
     speed = measure_speed([_mesh(("/device:CPU:0",))], most_seconds=0.0)
     assert {point.kind for point in speed.products} == {"product", "convolution"}
     assert speed.per_random > speed.per_number > 0
+    assert speed.per_dear["pow"] > speed.per_dear["div"] > speed.per_number
+    assert speed.per_summed["float32"] > 0
     assert len(speed.streams) == 8
     assert all(point.seconds > 0 for point in speed.streams)
     assert speed.dispatch > 0
     assert speed.fresh > 0
     assert not speed.overlaps
+    assert not speed.units
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_first_products_have_something_of_everything(is_cpu: bool) -> None:
+    points = [point for _, point in calibration._all_products(is_cpu)]
+    first = points[: calibration._TOGETHER]
+    assert {(p.kind, p.dtype, p.form) for p in first} >= {
+        ("product", point.dtype, point.form) for point in points if is_product(point)
+    }
+    assert {p.form for p in first if not is_product(p)} >= {"outputs", "kernel"}
+
+
+def is_product(point: Any) -> bool:
+    return bool(point.kind == "product")
 
 
 def test_collectives_are_timed_on_all_devices_at_once() -> None:

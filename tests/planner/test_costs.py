@@ -95,11 +95,28 @@ def test_elementwise_kernels_take_as_long_as_their_bytes() -> None:
 def test_what_takes_many_cycles_is_counted_if_memory_is_faster() -> None:
     found = kernels(lambda x: jnp.exp(x) * x, X)
     numbers = 64 * 512
-    slow = replace(SPEED, per_dear=1e-6, per_number=1e-8)
+    slow = replace(SPEED, per_dear={"exp": 1e-6}, per_number=1e-8)
     (taken,) = seconds(found, 64, slow)
     assert taken == pytest.approx(numbers * 1e-6 + 2 * numbers * 1e-8)
-    fast = replace(SPEED, per_dear=1e-15, per_number=1e-15)
+    fast = replace(SPEED, per_dear={"exp": 1e-15}, per_number=1e-15)
     assert seconds(found, 64, fast)[0] == pytest.approx(2 * numbers * 4 / BANDWIDTH)
+
+
+def test_numbers_that_are_summed_up_take_as_long_as_their_type_says() -> None:
+    found = kernels(lambda x: x.sum(axis=0), X)
+    slow = replace(SPEED, per_summed={"float32": 1e-6, "bfloat16": 1.0})
+    assert seconds(found, 64, slow)[0] == pytest.approx(64 * 512 * 1e-6)
+    fast = replace(SPEED, per_summed={"float32": 1e-15})
+    assert seconds(found, 64, fast)[0] == pytest.approx(seconds(found, 64)[0])
+
+
+def test_on_gpus_products_wait_for_memory_on_top_of_what_they_compute() -> None:
+    points = tuple(p._replace(bytes=1.0) for p in SPEED.products if p.rows >= 64)
+    gpu = replace(SPEED, products=points, units=1)
+    (found,) = seconds(kernels(jnp.matmul, X, W), 4096, gpu)
+    flops = 2 * 4096 * 512 * 1024 / FLOPS
+    moved = 4 * (4096 * 512 + 512 * 1024 + 4096 * 1024)
+    assert found == pytest.approx(flops + moved / BANDWIDTH, rel=0.1)
 
 
 def test_a_kernel_costs_at_least_its_start() -> None:

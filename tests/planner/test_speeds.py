@@ -33,7 +33,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_speed_survives_being_written_down() -> None:
     again = speed_from_json(speed_to_json(SPEED))
     assert speed_to_json(again) == speed_to_json(SPEED)
-    assert again.products[0].flops == SPEED.products[0].flops
+    assert again.products == SPEED.products
 
 
 def test_what_was_measured_here_is_used_here() -> None:
@@ -65,9 +65,11 @@ def test_accelerators_of_the_catalog_say_what_their_speed_rests_on() -> None:
     assert said.startswith("catalog peaks of NVIDIA A100")
 
 
-def test_a_slower_accelerator_takes_longer_by_the_ratio_of_the_peaks() -> None:
+def test_a_slower_accelerator_takes_longer_by_the_ratios_of_its_peaks() -> None:
     fast = known_speed(parse_machine("H200")).speed.products
     slow = known_speed(parse_machine("A100")).speed.products
     for a, b in zip(fast, slow, strict=True):
         peaks = {"float32": (494.5, 156.0), "bfloat16": (989.5, 312.0)}[a.dtype]
-        assert b.seconds / a.seconds == pytest.approx(peaks[0] / peaks[1])
+        assert 1.0 < b.seconds / a.seconds <= 1.001 * peaks[0] / peaks[1]
+    largest = max(fast, key=lambda point: point.seconds)
+    assert slow[fast.index(largest)].seconds / largest.seconds > 2.9

@@ -38,6 +38,8 @@ _LIBRARY_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min"}
 _LIBRARY_TYPES = {"float32", "bfloat16", "float64"}
 _LIBRARY_MOST = 100
 
+_MOST_ROUNDS = 4
+
 RETURNED = -1
 """The reader of what a program returns."""
 
@@ -237,9 +239,64 @@ class LoopFusion:
         self._ancestors = self._find_ancestors()
         self._paths: dict[tuple[int, int], bool] = {}
         self._kept: set[int] = set()
+        if platform == "gpu":
+            self._kept |= self._dearer_again()
         for number in reversed(self._order):
             if self._must_not_be_repeated(number):
                 self._kept.add(number)
+
+    def _dearer_again(self) -> set[int]:
+        """What takes less time to store than to compute again for each of its readers.
+
+        To compute it again is to read again what it is made of. Who reads it, and what
+        it is made of, depends on what else is stored, so this is found out in rounds.
+        """
+        found: set[int] = set()
+        for _ in range(_MOST_ROUNDS):
+            before, found = found, self._dearer_than(self._readers(found))
+            if found == before:
+                break
+        return found
+
+    def _readers(self, kept: set[int]) -> dict[int, set[int]]:
+        """The operations that are stored for which each of the others is computed."""
+        found: dict[int, set[int]] = {}
+        for number in reversed(self._order):
+            found[number] = mine = set()
+            for user in self._graph.users[number]:
+                if user == RETURNED or user in kept or not self._passes_on(user):
+                    mine.add(user)
+                else:
+                    mine |= found[user] or {user}
+        return found
+
+    def _passes_on(self, number: int) -> bool:
+        is_sum = self._graph.operation(number).sort == "reduction"
+        return self._takes_in(number) and not is_sum
+
+    def _dearer_than(self, readers: dict[int, set[int]]) -> set[int]:
+        graph = self._graph
+        found: set[int] = set()
+        made_of: dict[int, dict[int, float]] = {}
+        for number in self._order:
+            made_of[number] = parts = {}
+            for value in graph.operation(number).inputs:
+                maker = graph.flat.values[value].maker
+                is_stored = (
+                    maker is None or maker in found or not self._passes_on(maker)
+                )
+                if is_stored or maker is None:
+                    parts[value] = graph.flat.values[value].bytes.at(graph.samples)
+                else:
+                    parts |= made_of[maker]
+            times, again = len(readers[number]), sum(parts.values())
+            stored = sum(
+                graph.flat.values[v].bytes.at(graph.samples)
+                for v in graph.operation(number).outputs
+            )
+            if times > 1 and times * again > again + (1 + times) * stored:
+                found.add(number)
+        return found
 
     def run(self) -> dict[int, list[int]]:
         """The operations that are stored, each with those computed for it."""

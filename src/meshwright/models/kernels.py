@@ -6,7 +6,7 @@ batch, or do not; nothing is computed.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -36,11 +36,19 @@ _KINDS: dict[str, Kind] = {
     "gather": "other",
 }
 
-_SMALL_DEAR = {
-    *("exp", "log", "log1p", "expm1", "pow", "tanh", "erf", "erf_inv", "rsqrt"),
-    *("sqrt", "cbrt", "atan2", "sin", "cos", "digamma", "lgamma"),
+_DEAR: dict[str, tuple[str, ...]] = {
+    "exp": ("exp", "exp2", "expm1", "logistic", "sin", "cos"),
+    "log": ("log", "log1p"),
+    "tanh": ("tanh",),
+    "erf": ("erf", "erf_inv"),
+    "erfc": ("erfc",),
+    "pow": ("pow", "cbrt", "atan2", "digamma", "lgamma", "tan"),
+    "rsqrt": ("rsqrt", "sqrt"),
+    "div": ("div", "rem"),
 }
-"""Operations that take many cycles for each number."""
+"""Operations that take many cycles for each number, with others that take as many."""
+
+_DEAR_LIKE = {name: like for like, names in _DEAR.items() for name in names}
 
 
 @dataclass(slots=True)
@@ -70,10 +78,12 @@ class Kernel:
     makes: tuple[int, ...]
     numbers: Size
     """Numbers that it computes, those in between included."""
-    dear: Size
-    """Numbers among them that take many cycles."""
+    dear: Mapping[str, Size]
+    """Numbers among them that take many cycles, by operation."""
     random: Size
     """Random numbers that it makes, which take more."""
+    summed: Size
+    """Numbers that it sums up."""
     operation: Any
     """The one that the others are computed for."""
     products: "tuple[Product, ...]" = ()
@@ -104,6 +114,8 @@ class Product(NamedTuple):
     what it computes: outputs, or the gradients of its inputs (spread, if it has
     strides) or of its kernel."""
     groups: int = 1
+    is_awkward: bool = False
+    """Whether rows begin where the device is slow to read them."""
 
     @property
     def is_convolution(self) -> bool:
@@ -242,10 +254,11 @@ class _Maker:
             reads=tuple(self.buffer(v) for v in fused.reads),
             makes=tuple(self.buffer(v) for v in operation.outputs),
             numbers=_count(flat, [o for o in computed if o.sort != "broadcast"]),
-            dear=_count(flat, [o for o in computed if o.name in _SMALL_DEAR]),
+            dear=_dear(flat, computed),
             random=_random(flat, computed),
+            summed=_count(flat, [o for o in computed if o.sort == "reduction"]),
             operation=main.name,
-            products=tuple(_products(computed, flat.values)),
+            products=tuple(_products(computed, flat.values, self._platform)),
             inner=inner,
             times=operation.times,
             overwrites=tuple(self.buffer(v) for v in fused.overwrites),
@@ -275,6 +288,14 @@ def _count(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
     return Size(sum(size.number for size in sizes if size.power == power), power)
 
 
+def _dear(flat: FlatProgram, operations: Sequence[Operation]) -> dict[str, Size]:
+    by_name: dict[str, list[Operation]] = {}
+    for operation in operations:
+        if operation.name in _DEAR_LIKE:
+            by_name.setdefault(_DEAR_LIKE[operation.name], []).append(operation)
+    return {name: _count(flat, group) for name, group in by_name.items()}
+
+
 def _random(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
     names = ("random_bits", "scramble")
     made = [op.outputs[0] for op in operations if op.name in names]
@@ -284,32 +305,62 @@ def _random(flat: FlatProgram, operations: Sequence[Operation]) -> Size:
 
 
 def _products(
-    operations: Sequence[Operation], values: Sequence[Value]
+    operations: Sequence[Operation], values: Sequence[Value], platform: Platform
 ) -> Iterator[Product]:
     for operation in operations:
         if operation.name == "dot_general":
-            yield _dot(operation, values)
+            yield _dot(operation, values, platform)
         elif operation.name == "conv_general_dilated":
-            yield _convolution(operation, values)
+            yield _convolution(operation, values, platform)
 
 
-def _dot(operation: Operation, values: Sequence[Value]) -> Product:
+def _dot(operation: Operation, values: Sequence[Value], platform: Platform) -> Product:
     left, right = operation.shapes[:2]
     (inner, of_right), (batch, _) = operation.params["dimension_numbers"]
     together = prod(left[dim] for dim in batch)
     shared = prod(left[dim] for dim in inner)
+    # Factors that were moved lie as they are read.
+    moved = [order is not None for order in operation.orders]
+    is_turned = (
+        not moved[0] and len(left) - 1 not in inner,
+        not moved[1] and len(right) - 1 in of_right,
+    )
+    columns = prod(right) // max(together * shared, 1)
+    ends = (
+        left[-1] if is_turned[0] else shared,
+        right[-1] if is_turned[1] else columns,
+        columns,
+    )
+    dtype = values[operation.inputs[0]].dtype
     return Product(
         Size.of(together),
         Size.of(prod(left) // max(together * shared, 1)),
         Size.of(shared),
-        Size.of(prod(right) // max(together * shared, 1)),
-        values[operation.inputs[0]].dtype,
-        ("n" if len(left) - 1 in inner else "t")
-        + ("t" if len(right) - 1 in of_right else "n"),
+        Size.of(columns),
+        dtype,
+        ("t" if is_turned[0] else "n") + ("t" if is_turned[1] else "n"),
+        is_awkward=is_awkward(platform, dtype, *ends),
     )
 
 
-def _convolution(operation: Operation, values: Sequence[Value]) -> Product:
+def is_awkward(platform: Platform, dtype: str, *ends: int) -> bool:
+    """Whether rows of so many numbers begin where a device is slow to read them.
+
+    GPUs read 16 bytes at once. In caches of CPUs there is room for few rows that begin
+    at the same place of a page.
+
+    >>> is_awkward("gpu", "bfloat16", 300, 64), is_awkward("cpu", "float32", 1024)
+    (True, True)
+    """
+    rows = [end * np.dtype(dtype).itemsize for end in ends if not Size.of(end).power]
+    if platform == "gpu":
+        return any(row % 16 for row in rows)
+    return any(row % 4096 == 0 for row in rows)
+
+
+def _convolution(
+    operation: Operation, values: Sequence[Value], platform: Platform
+) -> Product:
     kernel = operation.shapes[1]
     made = values[operation.outputs[0]].shape
     numbers = operation.params["dimension_numbers"]
@@ -320,14 +371,25 @@ def _convolution(operation: Operation, values: Sequence[Value]) -> Product:
     # Of inputs that are spread out most are zeros, which need not be multiplied.
     spread = prod(operation.params["lhs_dilation"])
     inner = prod(kernel) // kernel[numbers.rhs_spec[0]]
+    dtype = values[operation.inputs[0]].dtype
+    channels = [
+        shape[place]
+        for shape, spec in (
+            (operation.shapes[0], numbers.lhs_spec),
+            (kernel, numbers.rhs_spec),
+            (made, numbers.out_spec),
+        )
+        for place in spec[:2]
+    ]
     return Product(
         Size.of(groups),
         Size.of(prod(made) // features),
         Size.of(max(inner // spread, 1)),
         Size.of(features // groups),
-        values[operation.inputs[0]].dtype,
+        dtype,
         _part(operation),
         groups,
+        is_awkward(platform, dtype, *channels),
     )
 
 

@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
+from meshwright.models.formulations import Platform
+from meshwright.models.kernels import is_awkward
 from meshwright.planner.measuring import Shape, Stopwatch, Trial
 from meshwright.planner.speed import (
     CollectivePoint,
@@ -23,7 +26,7 @@ Sizes = tuple[int, int, int, int]
 _FORMS = {"nn": (2, 1), "nt": (2, 2), "tn": (1, 1)}
 """The dims, after that of the batch, over which products of a form are summed."""
 
-_STEPS_ON_CPU = (32, 128, 512, 2048)
+_STEPS_ON_CPU = (32, 136, 520, 2040)
 _MOST_ON_CPU = 2**29
 """Multiplications of a product; larger ones would take long and tell nothing new."""
 
@@ -39,25 +42,43 @@ _PRODUCTS_ON_CPU: list[Sizes] = [
         # Every other combination is enough.
         if (i + j + k) % 2 and a * b * c <= _MOST_ON_CPU
     ),
+    # Rows that caches of CPUs are slow at.
+    (1, 256, 1024, 1024),
+    (1, 128, 2048, 1024),
+    (1, 1024, 128, 2048),
+    (1, 2048, 256, 128),
+    (1, 1024, 512, 1024),
 ]
-_PRODUCTS_ELSEWHERE: list[Sizes] = [
-    (1, 4096, 1024, 1024),
-    (64, 1024, 64, 1024),
-    (1, 8192, 4096, 4096),
-    (1, 32768, 256, 256),
-    (1, 1024, 8192, 1024),
-    (512, 128, 32, 128),
-    (512, 128, 128, 32),
-    (1, 512, 512, 512),
-    (1, 256, 65536, 256),
-    (1, 16384, 1024, 256),
-    (1, 256, 4096, 4096),
-    (1, 32768, 256, 1024),
-    (64, 1024, 1024, 64),
-    (1, 16384, 2048, 2048),
-    (1, 32768, 1024, 64),
-    (1, 2048, 512, 8192),
-]
+_PRODUCTS_ELSEWHERE: dict[str, list[Sizes]] = {
+    form: [
+        (1, 8192, 4096, 4096),
+        (1, 65536, 320, 320),
+        (512, 128, 64, 128),
+        (1, 65536, 768, 768),
+        (1, 65536, 300, 300),
+        (1, 65536, 256, 1024),
+        (1, 65536, 512, 64),
+        (512, 128, 128, 64),
+        (1, 2048, 1024, 1024),
+    ]
+    for form in ("nn", "nt")
+} | {
+    # These sum over samples, for gradients of weights.
+    "tn": [
+        (1, 4096, 8192, 4096),
+        (1, 320, 65536, 320),
+        (512, 128, 128, 64),
+        (1, 768, 65536, 768),
+        (1, 300, 65536, 300),
+        (1, 256, 65536, 1024),
+        (1, 64, 65536, 512),
+        (1, 1024, 2048, 1024),
+    ],
+}
+"""Larger than what GPUs keep at hand between kernels, but for the last ones.
+
+Rows of 300 numbers of two bytes do not begin where wide loads can.
+"""
 
 Convolution = tuple[int, int, int, int, int]
 """Samples, size of the images, channels before and after, size of the window."""
@@ -70,12 +91,13 @@ _CONVOLUTIONS_ON_CPU: list[Convolution] = [
     (32, 16, 64, 128, 1),
 ]
 _CONVOLUTIONS_ELSEWHERE: list[Convolution] = [
-    (128, 64, 64, 64, 3),
-    (128, 64, 24, 24, 3),
-    (128, 16, 256, 512, 3),
-    (128, 64, 3, 32, 3),
-    (128, 32, 256, 64, 1),
-    (128, 32, 96, 96, 3),
+    (256, 32, 64, 64, 3),
+    (256, 64, 3, 32, 3),
+    (128, 64, 48, 48, 3),
+    (256, 16, 256, 256, 3),
+    (256, 64, 32, 5, 1),
+    (256, 32, 128, 64, 1),
+    (128, 64, 24, 96, 3),
 ]
 
 
@@ -99,7 +121,9 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
         per_number=small.per_number,
         per_dear=small.per_dear,
         per_random=small.per_random,
+        per_summed=small.per_summed,
         kernel=small.kernel if is_cpu else watch.waiting,
+        units=0 if is_cpu else one.devices.flat[0].core_count,
         overlaps=not is_cpu,
         turn=_turn(),
         dispatch=_dispatch(),
@@ -116,7 +140,7 @@ _TOGETHER = 24
 def _timed_products(
     watch: Stopwatch, is_cpu: bool, end: float
 ) -> Iterator[ProductPoint]:
-    wanted = list(_all_products(is_cpu))
+    wanted = _all_products(is_cpu)
     # Few at a time, so that there is something of everything if time runs out.
     for start in range(0, len(wanted), _TOGETHER):
         group = wanted[start : start + _TOGETHER]
@@ -131,21 +155,41 @@ Wanted = tuple[Trial, ProductPoint]
 """A trial, and the point that it gives, but for its time."""
 
 
-def _all_products(is_cpu: bool) -> Iterator[Wanted]:
+def _all_products(is_cpu: bool) -> list[Wanted]:
     """What is to be timed, in turns, so that some of each comes early."""
-    products = _PRODUCTS_ON_CPU if is_cpu else _PRODUCTS_ELSEWHERE
-    convolutions = _CONVOLUTIONS_ON_CPU if is_cpu else _CONVOLUTIONS_ELSEWHERE
     dtypes = ["float32"] if is_cpu else ["float32", "bfloat16"]
-    copies = 1 if is_cpu else 4
-    for number, sizes in enumerate(products):
-        if number < len(convolutions):
-            for part, dtype in product(_PARTS, dtypes):
-                yield _convolution(dtype, part, convolutions[number])
-        for form, dtype in product(_FORMS, dtypes):
-            yield _product(dtype, form, sizes, copies)
+    platform: Platform = "cpu" if is_cpu else "gpu"
+    shapes = _CONVOLUTIONS_ON_CPU if is_cpu else _CONVOLUTIONS_ELSEWHERE
+    groups = [
+        [
+            _convolution(dtype, part, shape, platform)
+            for number, shape in enumerate(shapes)
+            for part, dtype in product(_PARTS, dtypes)
+            if is_cpu or _is_telling(part, number, shape)
+        ]
+    ]
+    for form, dtype in product(_FORMS, dtypes):
+        sizes = _PRODUCTS_ON_CPU if is_cpu else _PRODUCTS_ELSEWHERE[form]
+        groups.append([_product(dtype, form, each, platform) for each in sizes])
+    places = [
+        (number / len(group), wanted)
+        for group in groups
+        for number, wanted in enumerate(group)
+    ]
+    return [wanted for _, wanted in sorted(places, key=lambda pair: pair[0])]
 
 
-def _product(dtype: str, form: str, sizes: Sizes, copies: int) -> Wanted:
+def _is_telling(part: str, number: int, shape: Convolution) -> bool:
+    """Whether a part of a convolution is worth its compilation, which takes long."""
+    if part == "spread":
+        return number in (0, 2)
+    # Nobody needs the gradient of a picture.
+    return part != "inputs" or shape[2] > 3
+
+
+def _product(dtype: str, form: str, sizes: Sizes, platform: Platform) -> Wanted:
+    # A turn of a loop takes GPUs long.
+    copies = 1 if platform == "cpu" else 4
     batch, rows, inner, columns = sizes
     of_left, of_right = _FORMS[form]
     left: tuple[int, ...]
@@ -161,14 +205,25 @@ def _product(dtype: str, form: str, sizes: Sizes, copies: int) -> Wanted:
         dims = (((of_left,), (of_right,)), (together, together))
         return jax.lax.dot_general(a, b, dims)
 
-    point = ProductPoint("product", dtype, form, *sizes, 0.0)
+    numbers = batch * (rows * inner + inner * columns + rows * columns)
+    point = ProductPoint(
+        "product",
+        dtype,
+        form,
+        *sizes,
+        seconds=0.0,
+        bytes=float(numbers * jnp.dtype(dtype).itemsize),
+        is_awkward=is_awkward(platform, dtype, left[-1], right[-1], columns),
+    )
     return Trial(multiply, [(left, dtype), (right, dtype)], copies), point
 
 
 _PARTS = ("outputs", "inputs", "kernel", "spread")
 
 
-def _convolution(dtype: str, part: str, shape: Convolution) -> Wanted:
+def _convolution(
+    dtype: str, part: str, shape: Convolution, platform: Platform
+) -> Wanted:
     samples, size, before, after, window = shape
     stride = 2 if part == "spread" else 1
     images = ((samples, size, size, before), dtype)
@@ -200,7 +255,16 @@ def _convolution(dtype: str, part: str, shape: Convolution) -> Wanted:
     else:
         trial = Trial(gradient_of_inputs, [kernel, made])
         sizes = (1, places, max(window**2 * after // stride**2, 1), before)
-    return trial, ProductPoint("convolution", dtype, part, *sizes, 0.0)
+    numbers = sum(prod(each) for each, _ in (images, kernel, made))
+    return trial, ProductPoint(
+        "convolution",
+        dtype,
+        part,
+        *sizes,
+        seconds=0.0,
+        bytes=float(numbers * jnp.dtype(dtype).itemsize),
+        is_awkward=is_awkward(platform, dtype, before, after),
+    )
 
 
 class _Small(NamedTuple):
@@ -208,40 +272,62 @@ class _Small(NamedTuple):
 
     streams: tuple[StreamPoint, ...]
     per_number: float
-    per_dear: float
+    per_dear: dict[str, float]
     per_random: float
+    per_summed: dict[str, float]
     kernel: float
 
 
-_CHEAP, _DEAR, _KERNELS = 24, 4, 3 * 16
+_KERNELS = 3 * 16
+
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "exp": lambda a, b: jnp.exp(b - a),
+    "log": lambda a, b: jnp.log(a + 2.0),
+    "tanh": lambda a, b: jnp.tanh(a + b),
+    "erf": lambda a, b: jax.lax.erf(a + b),
+    "erfc": lambda a, b: jax.lax.erfc(a + b),
+    "pow": lambda a, b: jnp.power(a + 1.5, b),
+    "rsqrt": lambda a, b: jax.lax.rsqrt(a + 2.0),
+    "div": lambda a, b: b / (a + 2.0),
+}
+"""Operations that take long for each number; their results stay in their domain."""
 
 
 def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
     """Times what reads and writes, computes a little or a lot, and next to nothing."""
     exponents = range(12, 27, 2) if is_cpu else range(16, 31, 2)
     copies = 1 if is_cpu else 8
+    rows, depth = (2**10, 4) if is_cpu else (2**16, 64)
+    number = 256 * rows
+    dtypes = ("float32",) if is_cpu else ("float32", "bfloat16")
 
     def two(rows: int) -> list[Shape]:
         return [((rows, 256), "float32")] * 2
 
-    rows = 2**10 if is_cpu else 2**18
-    trials = [Trial(_plain, two(2**e // 1024), copies) for e in exponents]
-    functions = (_plain, _cheap, _dear, _random)
-    trials += [Trial(f, two(rows), copies) for f in functions]
-    trials += [Trial(_many_kernels, [((8, 8), "float32")])]
-    *times, plain, cheap, dear, random, kernels = watch.seconds(trials)
+    streams = [Trial(_plain, two(2**e // 1024), copies) for e in exponents]
+    dear = [Trial(_repeated(f, depth), two(rows)) for f in _OPERATIONS.values()]
+    summed = [Trial(_summed, [((4 * rows, 256), dtype)], copies) for dtype in dtypes]
+    others = [
+        Trial(_repeated(_cheap, depth), two(rows)),
+        Trial(_random, two(rows)),
+        Trial(_many_kernels, [((8, 8), "float32")]),
+    ]
+    times = watch.seconds([*streams, *dear, *summed, *others])
     points = [
         StreamPoint(3.0 * 2**exponent, seconds)
-        for exponent, seconds in zip(exponents, times, strict=True)
+        for exponent, seconds in zip(exponents, times, strict=False)
         # What is shorter than the start of a kernel is lost in its noise.
         if is_cpu or seconds > watch.waiting
     ]
-    number = 256 * rows
+    per_dear = {name: next(times) / depth / number for name in _OPERATIONS}
+    per_summed = {dtype: next(times) / 4 / number for dtype in dtypes}
+    cheap, random, kernels = times
     return _Small(
         tuple(points),
-        max(cheap - plain, 0.0) / _CHEAP / number,
-        max(dear - plain, 0.0) / _DEAR / number,
-        max(random - plain, 0.0) / number,
+        cheap / depth / _CHEAP / number,
+        per_dear,
+        random / number,
+        per_summed,
         kernels / _KERNELS,
     )
 
@@ -250,14 +336,26 @@ def _plain(a: Any, b: Any) -> Any:
     return a * 1.5 + b
 
 
+def _repeated(function: Callable[[Any, Any], Any], times: int) -> Callable[..., Any]:
+    """So often that memory does not count."""
+
+    def run(a: Any, b: Any) -> Any:
+        for _ in range(times):
+            a = function(a, b)
+        return a
+
+    return run
+
+
+_CHEAP = 3
+
+
 def _cheap(a: Any, b: Any) -> Any:
-    for _ in range(_CHEAP // 3):
-        a = jnp.maximum(a * b, a + 0.5)
-    return a
+    return jnp.maximum(a * b, a + 0.5)
 
 
-def _dear(a: Any, b: Any) -> Any:
-    return jnp.exp(a) + jnp.tanh(b) + jnp.log(a + 2.0) + jax.lax.erf(b)
+def _summed(a: Any) -> Any:
+    return a.astype("float32").sum(axis=0)
 
 
 def _random(a: Any, b: Any) -> Any:

@@ -5,7 +5,8 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.models.kernels import Kernel, Kernels
-from meshwright.planner.speed import Products, Speed
+from meshwright.models.operations import Size
+from meshwright.planner.speed import ProductGroup, Products, Speed
 
 import numpy as np
 
@@ -45,7 +46,9 @@ class KernelCosts:
             wanted = Products(products.groups, sizes, flops)
             multiplied = np.zeros(len(found))
             np.add.at(multiplied, numbers, self.speed.product_seconds(wanted))
-            found = np.maximum(found, multiplied)
+            # Waiting for memory is known apart from the rest on GPUs.
+            together = np.add if self.speed.units else np.maximum
+            found = together(found, multiplied)
         start = self.speed.kernel
         found = np.maximum(found, start) if self.speed.overlaps else found + start
         for number, costs in self._loops:
@@ -57,10 +60,13 @@ class KernelCosts:
     def _streams(self, samples: float, share: Any) -> Array:
         """Memory and arithmetic go on at the same time, so the slower one counts."""
         moved = self._bytes.at(samples) * share
-        dear = self._dear.at(samples) * share * self.speed.per_dear
-        cheap = self._numbers.at(samples) * share * self.speed.per_number
-        random = self._random.at(samples) * share * self.speed.per_random
-        return np.maximum(self.speed.stream_seconds(moved), dear + cheap + random)
+        numbers = self._numbers.at(samples) * self.speed.per_number
+        numbers += self._random.at(samples) * self.speed.per_random
+        for name, sizes in self._dear.items():
+            numbers += sizes.at(samples) * self.speed.per_dear.get(name, 0.0)
+        summed = self._summed.at(samples) * self._per_summed
+        arithmetic = np.maximum(numbers, summed) * share
+        return np.maximum(self.speed.stream_seconds(moved), arithmetic)
 
     @cached_property
     def _bytes(self) -> "_Sizes":
@@ -71,8 +77,28 @@ class KernelCosts:
         )
 
     @cached_property
-    def _dear(self) -> "_Sizes":
-        return _Sizes.of([kernel.dear] for kernel in self.kernels.kernels)
+    def _dear(self) -> "dict[str, _Sizes]":
+        kernels = self.kernels.kernels
+        nothing = Size(0, 0)
+        return {
+            name: _Sizes.of([kernel.dear.get(name, nothing)] for kernel in kernels)
+            for name in sorted({name for kernel in kernels for name in kernel.dear})
+        }
+
+    @cached_property
+    def _summed(self) -> "_Sizes":
+        return _Sizes.of([kernel.summed] for kernel in self.kernels.kernels)
+
+    @cached_property
+    def _per_summed(self) -> Array:
+        """Of each kernel: seconds for a number that it sums up."""
+        known, buffers = self.speed.per_summed, self.kernels.buffers
+        return np.array(
+            [
+                max((known.get(buffers[b].dtype, 0.0) for b in k.reads), default=0.0)
+                for k in self.kernels.kernels
+            ]
+        )
 
     @cached_property
     def _random(self) -> "_Sizes":
@@ -131,7 +157,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _ProductSizes:
-    groups: list[tuple[str, str, str]]
+    groups: list[ProductGroup]
     numbers: Array
     powers: Array
 
@@ -140,7 +166,12 @@ class _ProductSizes:
         sizes = [(p.batch, p.rows, p.inner, p.columns) for p in products]
         return cls(
             [
-                ("convolution" if p.is_convolution else "product", p.dtype, p.form)
+                ProductGroup(
+                    "convolution" if p.is_convolution else "product",
+                    p.dtype,
+                    p.form,
+                    p.is_awkward,
+                )
                 for p in products
             ],
             np.array([[s.number for s in row] for row in sizes], dtype=float).reshape(

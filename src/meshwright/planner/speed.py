@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.laws import Inference
+
 import numpy as np
 
 Array = np.ndarray
@@ -22,11 +24,10 @@ class ProductPoint(NamedTuple):
     inner: int
     columns: int
     seconds: float
-
-    @property
-    def flops(self) -> float:
-        """Its floating point operations."""
-        return 2.0 * self.batch * self.rows * self.inner * self.columns
+    bytes: float = 0.0
+    """What it reads and writes."""
+    is_awkward: bool = False
+    """Whether rows begin where the device is slow to read them."""
 
 
 class StreamPoint(NamedTuple):
@@ -52,10 +53,12 @@ class Speed:
     Attributes:
         products: Timed products and convolutions, from which others are inferred.
         streams: Timed kernels of different sizes that read and write.
-        per_dear: Seconds for a number that takes many cycles (an exponential).
+        per_dear: Seconds for a number that takes many cycles, by operation.
         per_number: Seconds for a number that takes few.
         per_random: Seconds for a random number.
+        per_summed: Seconds for a number that is summed up, by its type.
         kernel: Seconds that it takes to start a kernel.
+        units: How many parts of a product a GPU computes at once; 0 of a CPU.
         overlaps: Whether kernels are started while others run.
         turn: Seconds for the turn of a loop.
         dispatch: Seconds that the host takes for a step.
@@ -67,10 +70,12 @@ class Speed:
 
     products: Sequence[ProductPoint] = ()
     streams: Sequence[StreamPoint] = ()
-    per_dear: float = 0.0
+    per_dear: Mapping[str, float] = field(default_factory=dict)
     per_number: float = 0.0
     per_random: float = 0.0
+    per_summed: Mapping[str, float] = field(default_factory=dict)
     kernel: float = 0.0
+    units: int = 0
     overlaps: bool = True
     turn: float = 0.0
     dispatch: float = 0.0
@@ -86,91 +91,59 @@ class Speed:
         return num_bytes / rate
 
     def product_seconds(self, which: "Products") -> Array:
-        """Seconds for each of some products."""
+        """Seconds for each of some products; on a GPU, what they take beside memory."""
         found = np.zeros(len(which.flops))
+        sizes = np.maximum(which.sizes, 1.0)
         for group in set(which.groups):
             mine = np.array([each == group for each in which.groups])
-            found[mine] = which.flops[mine] / self._rate(group, which.sizes[mine])
+            whole = 2.0 * sizes[mine].prod(axis=1)
+            seconds = _inference(self, group).at(sizes[mine])
+            # Sizes below one, of what is divided, count as a part of the whole.
+            found[mine] = seconds * which.flops[mine] / whole
         return found
 
-    def _rate(self, group: tuple[str, str, str], sizes: Array) -> Array:
-        wanted = np.log(np.maximum(sizes, 1.0))
-        return np.exp(_inference(self, group).at(wanted))
-
-    def _known(self, group: tuple[str, str, str]) -> list[ProductPoint]:
+    def _known(self, group: "ProductGroup") -> list[ProductPoint]:
         """The points that are most like those of a group."""
-        kind, dtype, form = group
-        chosen = [p for p in self.products if p.kind == kind]
-        for field_, value in (("dtype", dtype), ("form", form)):
-            closer = [p for p in chosen if getattr(p, field_) == value]
+        chosen = [p for p in self.products if p.kind == group.kind]
+        form = "tn" if group.form == "tt" else group.form
+        wanted = {"is_awkward": group.is_awkward, "dtype": group.dtype, "form": form}
+        for name, value in wanted.items():
+            closer = [p for p in chosen if getattr(p, name) == value]
             chosen = closer or chosen
         return chosen
+
+
+class ProductGroup(NamedTuple):
+    """What products have in common whose times follow one law."""
+
+    kind: str
+    """`product` or `convolution`."""
+    dtype: str
+    form: str
+    is_awkward: bool = False
+    """Whether rows begin where the device is slow to read them."""
 
 
 class Products(NamedTuple):
     """Products whose time is wanted."""
 
-    groups: list[tuple[str, str, str]]
-    """Kind, dtype and form of each."""
+    groups: Sequence[ProductGroup]
     sizes: Array
     """Batch, rows, inner and columns of each."""
     flops: Array
 
 
+_LEAST_SHARE = 0.1
+"""Of what a product takes at least so much is not memory."""
+
+
 @cache
-def _inference(speed: Speed, group: tuple[str, str, str]) -> "_Inference":
+def _inference(speed: Speed, group: ProductGroup) -> Inference:
     known = speed._known(group)
-    points = np.log([[p.batch, p.rows, p.inner, p.columns] for p in known])
-    rates = np.log([point.flops / point.seconds for point in known])
-    law = _Law.fitted(points, rates)
-    return _Inference(law, points, rates - law.at(points))
-
-
-@dataclass(frozen=True)
-class _Inference:
-    """Rates at new sizes: a saturating law, corrected by what is known nearby."""
-
-    law: "_Law"
-    points: Array
-    rest: Array
-    """How far off the law is at the points."""
-
-    def at(self, wanted: Array) -> Array:
-        """The logarithms of rates."""
-        distances = ((wanted[:, None, :] - self.points[None, :, :]) ** 2).sum(axis=-1)
-        weights = 1.0 / (distances + 0.05) ** 2
-        correction = (weights * self.rest).sum(axis=1) / weights.sum(axis=1)
-        return self.law.at(wanted) + correction
-
-
-@dataclass(frozen=True)
-class _Law:
-    """The rate of a product grows with each of its sizes, and saturates."""
-
-    peak: float
-    halves: Array
-    """The size at which a dim alone would halve the rate, as its logarithm."""
-
-    @classmethod
-    def fitted(cls, points: Array, values: Array) -> "_Law":
-        """The law that is closest to what was timed."""
-        grid = np.log([0.01, 0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0])
-        best, halves = np.inf, np.full(points.shape[1], grid[0])
-        for _ in range(3):
-            for dim in range(points.shape[1]):
-                for each in grid:
-                    trial = halves.copy()
-                    trial[dim] = each
-                    shape = _saturation(points, trial)
-                    error = float(np.var(values - shape))
-                    if error < best - 1e-12:
-                        best, halves = error, trial
-        return cls(float(np.mean(values - _saturation(points, halves))), halves)
-
-    def at(self, points: Array) -> Array:
-        """The logarithms of rates."""
-        return self.peak + _saturation(points, self.halves)
-
-
-def _saturation(points: Array, halves: Array) -> Array:
-    return -np.log1p(np.exp(halves[None, :] - points)).sum(axis=1)
+    sizes = np.array([[p.batch, p.rows, p.inner, p.columns] for p in known], float)
+    seconds = np.array([p.seconds for p in known])
+    if not speed.units:
+        return Inference.made(sizes, seconds, np.ones(len(known)), 0)
+    moving = speed.stream_seconds(np.array([p.bytes for p in known]))
+    computing = np.maximum(seconds - moving, _LEAST_SHARE * seconds)
+    return Inference.made(sizes, computing, computing / seconds, speed.units)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib import resources
@@ -20,9 +21,13 @@ from meshwright.planner.speed import (
 )
 
 import jax
+import numpy as np
 
 FOLDER_VARIABLE = "MESHWRIGHT_CALIBRATION"
 """The environment variable that names the folder of measured speeds."""
+
+_FORMAT = 2
+"""Speeds that were written down in another way are measured again."""
 
 _TYPICAL = {"CPU": "cpu.json", "GPU": "h200.json", "TPU": "h200.json"}
 
@@ -75,28 +80,40 @@ def _typical(kind: str) -> tuple[Speed, dict[str, Any]]:
 def _scaled(typical: Speed, known: Accelerator, record: dict[str, Any]) -> Speed:
     """The speed of another accelerator: as efficient, with its own peaks."""
     memory = (known.memory_bandwidth or 0.0) / record["memory_bandwidth"] or 1.0
+    moving = typical.stream_seconds(np.array([p.bytes for p in typical.products]))
     points = []
-    for point in typical.products:
-        peak, measured = known.peak_flops, record["peak_flops"]
-        names = [name for name in _PEAKS[point.dtype] if name in peak]
-        ratio = peak[names[0]] / measured[_PEAKS[point.dtype][0]] if names else 1.0
-        points.append(point._replace(seconds=point.seconds / ratio))
+    for point, waiting in zip(typical.products, moving, strict=True):
+        ratio = _peak_ratio(known.peak_flops, record["peak_flops"], point.dtype)
+        waiting = min(float(waiting), point.seconds)
+        seconds = (point.seconds - waiting) / ratio + waiting / memory
+        points.append(point._replace(seconds=seconds))
     return replace(_faster(typical, 1.0, memory), products=tuple(points))
 
 
+def _peak_ratio(
+    peaks: Mapping[str, float], measured: Mapping[str, float], dtype: str
+) -> float:
+    names = [name for name in _PEAKS[dtype] if name in peaks]
+    return peaks[names[0]] / measured[_PEAKS[dtype][0]] if names else 1.0
+
+
 def _faster(speed: Speed, compute: float, memory: float) -> Speed:
+    least = max(compute, memory)
     return replace(
         speed,
         products=tuple(p._replace(seconds=p.seconds / compute) for p in speed.products),
         streams=tuple(p._replace(seconds=p.seconds / memory) for p in speed.streams),
-        per_dear=speed.per_dear / max(compute, memory),
-        per_random=speed.per_random / max(compute, memory),
+        per_dear={name: each / least for name, each in speed.per_dear.items()},
+        per_summed={name: each / least for name, each in speed.per_summed.items()},
+        per_number=speed.per_number / least,
+        per_random=speed.per_random / least,
     )
 
 
 def fingerprint(machine: Machine) -> dict[str, Any]:
     """What a measured speed depends on."""
     return {
+        "format": _FORMAT,
         "device": machine.title,
         "kind": machine.kind,
         "num_devices": machine.num_devices,
