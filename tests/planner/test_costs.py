@@ -9,7 +9,7 @@ from meshwright.models.flattening import flatten
 from meshwright.models.kernels import Kernels, kernels_of, make_kernels
 from meshwright.models.training import SAMPLES, trace_training
 from meshwright.planner.costs import KernelCosts
-from meshwright.planner.speed import ProductPoint, Speed, StreamPoint
+from meshwright.planner.speed import CrowdPoint, ProductPoint, Speed, StreamPoint
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +148,35 @@ def test_a_loop_costs_all_of_its_turns() -> None:
     speed = replace(SPEED, kernel=1e-6, turn=1e-3)
     once = float(seconds(kernels(turn, X, square), 64, speed).sum())
     assert seconds(found, 64, speed)[loop] == pytest.approx(7 * (once + 1e-3))
+
+
+def test_a_loop_costs_what_it_takes_from_stacks_and_puts_on_others() -> None:
+    def run(xs: Any) -> Any:
+        return lax.scan(lambda c, x: (c, x * 2.0), 0.0, xs)[1]
+
+    stack = jax.ShapeDtypeStruct((7, SAMPLES, 512), "float32")
+    found = kernels(run, stack)
+    (loop,) = [i for i, kernel in enumerate(found.kernels) if kernel.kind == "loop"]
+    one = 64 * 512 * 4
+    # Each turn computes, reads and writes; the new stack is made and copied before.
+    moved = 7 * one * (2 + 2 + 2) + 3 * 7 * one
+    assert seconds(found, 64)[loop] == pytest.approx(moved / BANDWIDTH)
+
+
+def test_where_devices_share_cores_small_kernels_fill_the_gaps() -> None:
+    points = [
+        CrowdPoint("product", 4, 1e-6, 0.25),
+        CrowdPoint("product", 4, 1e-3, 1.0),
+        CrowdPoint("other", 2, 1e-3, 0.5),
+    ]
+    crowd = replace(SPEED, crowding=points)
+    costs = KernelCosts(kernels(lambda x, w: jnp.tanh(x @ w), X, W), crowd)
+    small = costs.crowd_ratios(np.array([1e-7, 1e-7]), 4)
+    np.testing.assert_allclose(small, [0.5, 1.0])
+    large = costs.crowd_ratios(np.array([1.0, 1.0]), 4)
+    np.testing.assert_allclose(large, [1.0, 1.0])
+    between = costs.crowd_ratios(np.array([3e-5, 1.0]), 4)
+    assert 0.5 < between[0] < 1.0
 
 
 def test_of_a_table_only_the_rows_are_read() -> None:

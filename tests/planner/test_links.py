@@ -68,3 +68,10 @@ def test_what_was_timed_here_counts_more_than_what_is_calculated() -> None:
     assert here.all_reduce(6000, Group(8, 1)) == pytest.approx(4.0)
     elsewhere = Links(parse_machine("8xH200"), Speed(collectives=points))
     assert elsewhere.all_reduce(2000, Group(8, 1)) < 1e-3
+
+
+def test_programs_for_cpus_sum_everything_everywhere() -> None:
+    points = (CollectivePoint("all_reduce", 4, 2.0**20, 0.25),)
+    links = Links(parse_machine(None), Speed(collectives=points))
+    group = Group(4, 1)
+    assert links.reduce_scatter(2**20, group) == 0.25

@@ -83,3 +83,31 @@ def test_a_pipeline_says_how_long_its_stages_wait(predictor: Predictor) -> None:
     found = predictor.predict(Plan(stages=4, microbatches=4), 8192)
     assert found.bubble == pytest.approx(3 / 7)
     assert found.parts["bubble"] > 0
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Predictor:
+    machine = parse_machine(["CPU:0", "CPU:1"])
+    work = Workload.of(build_abstractly(deep), "CPU")
+    return Predictor(work, machine, known_speed(machine).speed)
+
+
+def test_cpus_compute_blocks_again(on_cpu: Predictor) -> None:
+    plain, again = (on_cpu.predict(Plan(remat=r), 256) for r in (False, True))
+    assert 1.2 < again.parts["compute"] / plain.parts["compute"] < 1.5
+
+
+def test_gradients_of_parts_of_a_batch_are_added_up(predictor: Predictor) -> None:
+    assert predictor._adding(Plan(), 1) == 0.0
+    moved = 3 * 4 * 8 * 4096 * 4097
+    taken = predictor._adding(Plan(accumulate=3), 3)
+    assert 2 * moved / 4.8e12 < taken < 3 * moved / 4.8e12
+
+
+def test_programs_of_stages_use_memory_for_the_first_time(on_cpu: Predictor) -> None:
+    few, many = (
+        on_cpu.predict(Plan(stages=2, microbatches=m), 256).parts["overhead"]
+        for m in (2, 8)
+    )
+    gradients = 4 * 8 * 4096 * 4097
+    assert many - few > 0.9 * 6 * gradients * on_cpu.speed.fresh

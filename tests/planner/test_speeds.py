@@ -3,7 +3,13 @@
 from pathlib import Path
 
 from meshwright.planner.machines import parse_machine
-from meshwright.planner.speed import CollectivePoint, ProductPoint, Speed, StreamPoint
+from meshwright.planner.speed import (
+    CollectivePoint,
+    CrowdPoint,
+    ProductPoint,
+    Speed,
+    StreamPoint,
+)
 from meshwright.planner.speeds import (
     fingerprint,
     known_speed,
@@ -19,7 +25,7 @@ SPEED = Speed(
     products=(ProductPoint("product", "float32", "nn", 1, 2, 3, 4, 0.5),),
     streams=(StreamPoint(1.0, 2.0),),
     collectives=(CollectivePoint("all_reduce", 8, 1.0, 2.0),),
-    crowding={8: 1.5},
+    crowding=(CrowdPoint("product", 8, 0.1, 1.5),),
     kernel=0.25,
     overlaps=False,
 )
@@ -43,7 +49,7 @@ def test_what_was_measured_here_is_used_here() -> None:
     store_speed(machine, SPEED)
     found = known_speed(machine)
     assert found.source.startswith("calibrated on this machine on 20")
-    assert found.speed.crowding == {8: 1.5}
+    assert found.speed.crowding == SPEED.crowding
 
 
 def test_other_devices_have_another_fingerprint() -> None:

@@ -387,10 +387,19 @@ def _convolution(
         Size.of(max(inner // spread, 1)),
         Size.of(features // groups),
         dtype,
-        _part(operation),
+        "nn" if platform == "cpu" and _is_product(operation) else _part(operation),
         groups,
         is_awkward(platform, dtype, *channels),
     )
+
+
+def _is_product(operation: Operation) -> bool:
+    """Whether a convolution looks at one place at a time; CPUs compute it as such."""
+    params = operation.params
+    spec = params["dimension_numbers"].rhs_spec
+    window = [operation.shapes[1][dim] for dim in spec[2:]]
+    steps = (params["window_strides"], params["lhs_dilation"], params["rhs_dilation"])
+    return prod(window) == 1 and all(prod(each) == 1 for each in steps)
 
 
 def _part(operation: Operation) -> str:

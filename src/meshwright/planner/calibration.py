@@ -1,5 +1,6 @@
 """Measures how fast this machine is, in less than a minute, and remembers it."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -8,9 +9,10 @@ from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
 from meshwright.models.kernels import is_awkward
-from meshwright.planner.measuring import Shape, Stopwatch, Trial
+from meshwright.planner.measuring import BLINK, REPEATS, Shape, Stopwatch, Trial
 from meshwright.planner.speed import (
     CollectivePoint,
+    CrowdPoint,
     ProductPoint,
     Speed,
     StreamPoint,
@@ -87,8 +89,10 @@ _CONVOLUTIONS_ON_CPU: list[Convolution] = [
     (32, 32, 16, 16, 3),
     (32, 16, 64, 64, 3),
     (32, 28, 3, 32, 3),
-    (32, 8, 128, 128, 3),
-    (32, 16, 64, 128, 1),
+    (16, 4, 256, 256, 3),
+    (16, 8, 64, 256, 1),
+    (8, 56, 48, 24, 3),
+    (16, 8, 160, 96, 3),
 ]
 _CONVOLUTIONS_ELSEWHERE: list[Convolution] = [
     (256, 32, 64, 64, 3),
@@ -113,7 +117,7 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
     is_cpu = one.devices.flat[0].platform == "cpu"
     watch = Stopwatch(one)
     collectives = [point for mesh in more for point in _collectives(mesh)]
-    crowding = {mesh.size: _crowding(one, mesh) for mesh in more if is_cpu}
+    crowding = [point for mesh in more if is_cpu for point in _crowding(one, mesh)]
     small = _small_programs(watch, is_cpu)
     return Speed(
         products=tuple(_timed_products(watch, is_cpu, end)),
@@ -129,7 +133,7 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
         dispatch=_dispatch(),
         fresh=_fresh() if is_cpu else 0.0,
         collectives=tuple(collectives),
-        crowding=crowding,
+        crowding=tuple(crowding),
     )
 
 
@@ -446,24 +450,51 @@ def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> float:
         return time.perf_counter() - start
 
     once = timed(1)
-    number = max(2, min(512, int(0.05 / max(once, 1e-6))))
-    return max((timed(2 * number) - timed(number)) / number, 1e-9)
+    number = max(2, min(512, int(BLINK / max(once, 1e-6))))
+    spans = [timed(2 * number) - timed(number) for _ in range(REPEATS)]
+    return max(statistics.median(spans) / number, 1e-9)
 
 
-def _crowding(one: Mesh, many: Mesh) -> float:
-    """How much longer devices of one CPU take together than one after the other.
+Work = tuple[str, Callable[[Any], Any], tuple[int, ...]]
+"""A kind of kernel, one of them, and the shape that a device works on."""
 
-    The work is large enough that a device alone keeps all cores busy, as steps do.
-    """
 
-    def work(x: Any) -> Any:
-        for _ in range(4):
-            x = jnp.tanh(x @ jnp.full((512, 512), 0.01)) + 0.1
-        return x
+def _works() -> list[Work]:
+    """Small kernels keep one core busy, large ones all of them."""
 
-    alone = _on_each(one, work, jnp.ones((512, 512)))
-    together = _on_each(many, work, jnp.ones((512 * many.size, 512)))
-    return together / (alone * many.size)
+    def multiply(x: Any) -> Any:
+        return x @ jnp.full((x.shape[1], x.shape[1]), 0.003) + 0.1
+
+    def convolve(x: Any) -> Any:
+        kernel = jnp.full((3, 3, 32, 32), 0.003)
+        order = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=order
+        )
+
+    def compute(x: Any) -> Any:
+        return jnp.tanh(x) - 0.1 * x.sum(axis=1, keepdims=True)
+
+    return [
+        ("product", multiply, (128, 256)),
+        ("product", multiply, (512, 512)),
+        ("convolution", convolve, (16, 28, 28, 32)),
+        ("other", compute, (128, 256)),
+        ("other", compute, (2048, 512)),
+    ]
+
+
+def _crowding(one: Mesh, many: Mesh) -> Iterator[CrowdPoint]:
+    """How much longer devices of one CPU take together than one after the other."""
+    for kind, work, shape in _works():
+        alone, ratios = [], []
+        for _ in range(2):
+            alone.append(_on_each(one, work, jnp.ones(shape)))
+            array = jnp.ones((many.size * shape[0], *shape[1:]))
+            together = _on_each(many, work, array)
+            ratios.append(together / (alone[-1] * many.size))
+        seconds = statistics.median(alone)
+        yield CrowdPoint(kind, many.size, seconds, statistics.median(ratios))
 
 
 def _fresh() -> float:

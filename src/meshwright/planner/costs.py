@@ -52,10 +52,46 @@ class KernelCosts:
         start = self.speed.kernel
         found = np.maximum(found, start) if self.speed.overlaps else found + start
         for number, costs in self._loops:
-            times = self.kernels.kernels[number].times
+            kernel = self.kernels.kernels[number]
             turn = float(costs.seconds(samples).sum()) + self.speed.turn
-            found[number] = times * turn
+            found[number] = kernel.times * turn + self._stacking(kernel, samples)
         return found
+
+    def _stacking(self, kernel: Kernel, samples: float) -> float:
+        """What a loop takes from stacks and puts on others, turn by turn.
+
+        Those that it makes are filled with zeros and copied before.
+        """
+        buffers, times = self.kernels.buffers, kernel.times
+        made, read = (
+            np.array(
+                [
+                    buffers[b].bytes.at(samples)
+                    for b in each
+                    if buffers[b].shape[:1] == (times,)
+                ]
+            )
+            for each in (kernel.makes, {*kernel.reads} - {*kernel.overwrites})
+        )
+        both = np.concatenate([made, read])
+        turns = self.speed.stream_seconds(2.0 * both / times) + self.speed.kernel
+        before = self.speed.stream_seconds(3.0 * made)
+        return float(times * turns.sum() + before.sum())
+
+    def crowd_ratios(self, seconds: Array, num_devices: int) -> Array:
+        """How much longer kernels take, for each device, where devices share cores.
+
+        Arguments:
+            seconds: What each of them takes alone.
+            num_devices: How many devices share the cores.
+        """
+        kinds = np.array([_crowd_kind(kernel) for kernel in self.kernels.kernels])
+        found = np.ones(len(seconds))
+        for kind in set(kinds):
+            mine = kinds == kind
+            found[mine] = self.speed.crowd_ratios(kind, num_devices, seconds[mine])
+        # Devices wait for each other again and again, so that not all goes on at once.
+        return np.asarray(np.sqrt(found))
 
     def _streams(self, samples: float, share: Any) -> Array:
         """Memory and arithmetic go on at the same time, so the slower one counts."""
@@ -125,6 +161,13 @@ class KernelCosts:
             for number, kernel in enumerate(self.kernels.kernels)
             if kernel.inner is not None
         ]
+
+
+def _crowd_kind(kernel: Kernel) -> str:
+    if kernel.products:
+        is_alike = any(product.is_convolution for product in kernel.products)
+        return "convolution" if is_alike else "product"
+    return "loop" if kernel.inner is not None else "other"
 
 
 def _touched(kernel: Kernel) -> list[int]:

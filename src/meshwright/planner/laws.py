@@ -74,7 +74,7 @@ class Tiled:
     @classmethod
     def fitted(cls, points: Array, seconds: Array, trust: Array, units: int) -> "Tiled":
         """The law that is closest to what was timed."""
-        found = []
+        found: list[tuple[float, int, float, Tiled]] = []
         for sizes, ramp in product((_COARSE, _FINE), _RAMPS):
             law = cls(1.0, ramp, np.array(sizes), units)
             off = np.log(law.at(points)) - np.log(seconds)

@@ -77,17 +77,25 @@ class Predictor:
         if plan.stages > 1:
             return self._pipeline(plan, batch_size)
         samples = _samples(plan, batch_size, plan.accumulate)
-        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples)
-        crowd = self._crowd(plan) * self.speed.crowding.get(plan.num_devices, 1.0)
+        crowd = self._crowd(plan)
+        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples, crowd)
+        adding = self._adding(plan, plan.accumulate)
         prediction = Prediction(
             parts={
-                "compute": crowd * plan.accumulate * (work.forward + work.backward),
+                "compute": crowd
+                * (plan.accumulate * (work.forward + work.backward) + adding),
                 "communication": self._gradients(plan) + self._inside(plan, samples),
                 "update": crowd * work.update / plan.fsdp,
                 "overhead": 0.0,
             }
         )
         return self._with_overhead(prediction, plan, batch_size)
+
+    def _adding(self, plan: Plan, parts: int) -> float:
+        """Seconds to add up the gradients of a batch that comes in parts."""
+        held = self._weight_bytes(plan.tensor) / plan.stages
+        moved = self.speed.stream_seconds(np.array([3.0 * held]))
+        return (parts - 1) * float(moved[0])
 
     def _crowd(self, plan: Plan) -> int:
         """How often the same cores do the work of a device."""
@@ -116,7 +124,12 @@ class Predictor:
         return self.work.split_for(precision, remat, degree)
 
     def _seconds_of(
-        self, precision: str | None, remat: bool, tensor: int, samples: float
+        self,
+        precision: str | None,
+        remat: bool,
+        tensor: int,
+        samples: float,
+        crowd: int = 1,
     ) -> _Work:
         costs = self._costs(precision, remat)
         if tensor > 1:
@@ -124,14 +137,21 @@ class Predictor:
             each = costs.seconds(samples, split.divided_kernels, tensor)
         else:
             each = costs.seconds(samples)
+        if crowd > 1:
+            each = each * costs.crowd_ratios(each, crowd)
         layers = self._layers(precision, remat)
         forward, backward = layers.sums(each, "forward"), layers.sums(each, "backward")
-        phases = costs.kernels.phases
+        # XLA for CPUs computes it again, though what it keeps is the same.
+        again = 1.0 if remat and self.machine.kind == "CPU" else 0.0
+        seconds = {
+            phase: float(each[costs.kernels.phases == phase].sum())
+            for phase in ("forward", "backward", "update")
+        }
         return _Work(
-            float(each[phases == "forward"].sum()),
-            float(each[phases == "backward"].sum()),
-            float(each[phases == "update"].sum()),
-            forward + backward,
+            seconds["forward"],
+            seconds["backward"] + again * seconds["forward"],
+            seconds["update"],
+            (1.0 + again) * forward + backward,
         )
 
     def _layers(self, precision: str | None, remat: bool) -> Layers:
@@ -175,29 +195,31 @@ class Predictor:
     def _pipeline(self, plan: Plan, batch_size: int) -> Prediction:
         assert plan.microbatches is not None
         samples = _samples(plan, batch_size, plan.microbatches)
-        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples)
-        key = (plan.precision, plan.remat, plan.tensor, samples, plan.num_pieces)
-        cut = self._cut(*key)
+        key = (plan.precision, plan.remat, plan.tensor, samples, self._crowd(plan))
+        work = self._seconds(*key)
+        cut = self._cut(*key, plan.num_pieces)
         share = work.forward / max(work.forward + work.backward, 1e-12)
         schedule = schedule_of(plan)
         inner = plan.tensor * plan.fsdp * plan.data
         send = self._links.send(cut.travels, Group(plan.stages, inner))
         busy = float(cut.pieces.sum()) * plan.microbatches
         update = work.update / plan.fsdp / plan.stages
+        adding = self._adding(plan, plan.microbatches)
         if self.machine.shares_cores:
             actions = len(schedule.actions)
             parts = {
-                "compute": busy * inner,
+                "compute": (busy + adding * plan.stages) * inner,
                 "communication": self._gradients(plan) + actions * send / 2,
                 "bubble": 0.0,
                 "update": update * plan.num_devices,
-                "overhead": self.speed.dispatch * (actions + plan.stages),
+                "overhead": self.speed.dispatch * (actions + plan.stages)
+                + self._fresh_in_stages(plan, batch_size),
             }
             return Prediction(parts=parts, bubble=schedule.bubble)
         length = _length(schedule, cut.pieces, share, send)
         ideal = busy / plan.stages
         parts = {
-            "compute": ideal,
+            "compute": ideal + adding,
             "communication": self._gradients(plan)
             + plan.microbatches * self._inside(plan, samples) / plan.stages,
             "bubble": length - ideal,
@@ -206,15 +228,29 @@ class Predictor:
         }
         return Prediction(parts=parts, bubble=schedule.bubble)
 
+    def _fresh_in_stages(self, plan: Plan, batch_size: int) -> float:
+        """Seconds for memory that programs of a step use for the first time.
+
+        Each of them makes what it returns anew, gradients of weights among it.
+        """
+        assert plan.microbatches is not None
+        whole = Plan(precision=plan.precision, remat=plan.remat)
+        needs = self.work.memory.estimate(whole, batch_size)
+        kept = needs.activations + needs.temporaries
+        gradients = self._weight_bytes(1) * plan.num_replicas
+        made = kept + plan.microbatches * gradients
+        return self.speed.fresh * made
+
     def _cut_of(
         self,
         precision: str | None,
         remat: bool,
         tensor: int,
         samples: float,
+        crowd: int,
         num_pieces: int,
     ) -> "_Cut":
-        work = self._seconds(precision, remat, tensor, samples)
+        work = self._seconds(precision, remat, tensor, samples, crowd)
         crossing = self._layers(precision, remat).crossing
         scale = 1e12
         costs = [round(scale * each) for each in work.by_layer]

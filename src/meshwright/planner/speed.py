@@ -46,6 +46,18 @@ class CollectivePoint(NamedTuple):
     seconds: float
 
 
+class CrowdPoint(NamedTuple):
+    """A kernel that was timed on several devices of one CPU at once."""
+
+    kind: str
+    """`product`, `convolution` or `other`."""
+    num_devices: int
+    seconds: float
+    """What it takes one device alone."""
+    ratio: float
+    """How much longer devices take together than one after the other."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Speed:
     """What one device can do.
@@ -64,8 +76,7 @@ class Speed:
         dispatch: Seconds that the host takes for a step.
         fresh: Seconds for a byte of memory that is used for the first time.
         collectives: Timed collectives.
-        crowding: By their number: how much longer devices of one CPU take together
-            than one after the other.
+        crowding: Timed kernels of several devices that share the cores of a CPU.
     """
 
     products: Sequence[ProductPoint] = ()
@@ -81,7 +92,7 @@ class Speed:
     dispatch: float = 0.0
     fresh: float = 0.0
     collectives: Sequence[CollectivePoint] = ()
-    crowding: Mapping[int, float] = field(default_factory=dict)
+    crowding: Sequence[CrowdPoint] = ()
 
     def stream_seconds(self, num_bytes: Array) -> Array:
         """Seconds to read and write so many bytes, one entry for each kernel."""
@@ -101,6 +112,25 @@ class Speed:
             # Sizes below one, of what is divided, count as a part of the whole.
             found[mine] = seconds * which.flops[mine] / whole
         return found
+
+    def crowd_ratios(self, kind: str, num_devices: int, seconds: Array) -> Array:
+        """How much longer devices take together than one after the other.
+
+        Arguments:
+            kind: What kernels these are: `product`, `convolution` or `other`.
+            num_devices: How many devices share the cores.
+            seconds: What each of the kernels takes alone.
+        """
+        known = sorted(
+            (point.seconds, point.ratio)
+            for point in self.crowding
+            if (point.kind, point.num_devices) == (kind, num_devices)
+        )
+        if not known:
+            return np.ones(len(seconds))
+        times, ratios = np.array(known).T
+        wanted = np.log(np.maximum(seconds, 1e-12))
+        return np.interp(wanted, np.log(times), ratios)
 
     def _known(self, group: "ProductGroup") -> list[ProductPoint]:
         """The points that are most like those of a group."""

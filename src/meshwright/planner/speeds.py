@@ -15,6 +15,7 @@ from meshwright.devices.catalog import Accelerator
 from meshwright.planner.machines import Machine
 from meshwright.planner.speed import (
     CollectivePoint,
+    CrowdPoint,
     ProductPoint,
     Speed,
     StreamPoint,
@@ -26,7 +27,7 @@ import numpy as np
 FOLDER_VARIABLE = "MESHWRIGHT_CALIBRATION"
 """The environment variable that names the folder of measured speeds."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Speeds that were written down in another way are measured again."""
 
 _TYPICAL = {"CPU": "cpu.json", "GPU": "h200.json", "TPU": "h200.json"}
@@ -175,6 +176,6 @@ def speed_from_json(record: dict[str, Any]) -> Speed:
             "collectives": tuple(
                 CollectivePoint(*each) for each in record["collectives"]
             ),
-            "crowding": {int(n): each for n, each in record["crowding"].items()},
+            "crowding": tuple(CrowdPoint(*each) for each in record["crowding"]),
         }
     )
