@@ -96,6 +96,23 @@ def test_convolutions_of_other_ranks_and_of_one_sample_stay_the_same(
     check(convolution(len(x) - 2), random(*x), random(*kernel))
 
 
+@pytest.mark.parametrize(
+    ("window", "strides", "padding"),
+    [((2, 2), (2, 2), "VALID"), ((3, 4), (2, 3), "SAME"), ((5, 2), (1, 2), "VALID")],
+)
+def test_transposed_convolutions_read_nothing_backwards(
+    window: tuple[int, int], strides: tuple[int, int], padding: str
+) -> None:
+    x, kernel = random(4, 7, 6, 3), random(*window, 3, 5)
+
+    def total(x: Any, kernel: Any) -> Any:
+        return (jax.lax.conv_transpose(x, kernel, strides, padding) ** 2).sum()
+
+    program = check(jax.value_and_grad(total, argnums=(0, 1)), x, kernel)
+    compiled = jax.jit(jaxpr_as_fun(program)).lower(x, kernel).compile()
+    assert "rhs_reversal" not in compiled.as_text()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_stays_low(dtype: str) -> None:
     x, kernel = random(4, 8, 8, 1, dtype=dtype), random(3, 3, 1, 5, dtype=dtype)

@@ -2,7 +2,9 @@
 
 XLA's CPU compiler has fast code for a convolution whose dims are in the order (samples,
 places, channels). JAX leaves the gradients of kernels in another one, for which there
-is no such code inside of a loop.
+is no such code inside of a loop. Where a kernel is larger than what it moves over, as
+in gradients of transposed convolutions, XLA would let the two change places and read
+one of them backwards, for which it has no fast code at all.
 Kernels on a single channel are faster as a matrix product, on CPUs and on GPUs.
 """
 
@@ -41,8 +43,11 @@ def convolve_in_order(inputs: Any, kernel: Any, **params: Any) -> Any:
     found = _Ordered.of(inputs, kernel, params)
     if found is None:
         return None
-    product = found.gradient_as_matrix_product()
-    return found.restore(found.as_convolution() if product is None else product)
+    outputs = found.gradient_as_matrix_product()
+    if outputs is None:
+        turned = found.with_places_changed()
+        outputs = found.as_convolution() if turned is None else turned
+    return found.restore(outputs)
 
 
 def convolve_single_channel(inputs: Any, kernel: Any, **params: Any) -> Any:
@@ -92,6 +97,37 @@ class _Ordered:
         return lax.conv_general_dilated(
             self.inputs, self.kernel, dimension_numbers=order, **self.params
         )
+
+    def with_places_changed(self) -> Any:
+        """The outputs, with the inputs as a kernel that moves over the larger kernel.
+
+        None if the inputs are the larger ones. The places of the outputs are found from
+        the last to the first.
+        """
+        *taps, _, _ = self.kernel.shape
+        steps, spread = self._num_steps(), self.params["lhs_dilation"]
+        own = self.inputs.shape[1:-1]
+        if prod(taps) <= prod(own) or prod(self.params["window_strides"]) > 1:
+            return None
+        dilations = self.params["rhs_dilation"]
+        padding = []
+        for number, (low, _) in enumerate(self.params["padding"]):
+            reach = (own[number] - 1) * spread[number] + 1
+            size = (taps[number] - 1) * dilations[number] + 1
+            before = steps[number] - 1 - low
+            padding.append((before, steps[number] - 1 + reach - size - before))
+        params = {
+            **self.params,
+            "padding": tuple(padding),
+            "lhs_dilation": dilations,
+            "rhs_dilation": spread,
+        }
+        last = self.inputs.ndim - 1
+        places = range(1, last)
+        moved = self.kernel.transpose(last, *range(last - 1), last - 1)
+        over = self.inputs.transpose(*places, last, 0)
+        turned = _Ordered(moved, over, params, (), ()).as_convolution()
+        return lax.rev(turned, tuple(places)).transpose(last, *places, 0)
 
     def as_matrix_product(self) -> Any:
         """The outputs by a matrix product, or None if that is not faster."""
