@@ -67,6 +67,7 @@ class _Flattening:
         self._known_results: dict[Any, list[int]] = {}
         self._numbers: dict[int, Any] = {}
         self._block = 0
+        self._awaited: tuple[int, ...] = ()
         known: dict[Any, int] = {}
         for v in (*jaxpr.constvars, *jaxpr.invars):
             known[v] = self._add(v.aval.shape, v.aval.dtype)
@@ -96,7 +97,7 @@ class _Flattening:
                 }
                 for v in inner.jaxpr.constvars:
                     inside[v] = self._add(v.aval.shape, v.aval.dtype)
-                with self._apart(eqn):
+                with self._apart(eqn, tuple(inside.values())):
                     self._walk(inner.jaxpr, inside, scope)
                 for v, made in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
                     known[v] = self._read(made, inside)
@@ -104,16 +105,17 @@ class _Flattening:
                 self._write(eqn, known, scope)
 
     @contextmanager
-    def _apart(self, eqn: Any) -> Iterator[None]:
+    def _apart(self, eqn: Any, given: tuple[int, ...]) -> Iterator[None]:
         """Lets what is to be computed again not count as computed already.
 
-        The compiler for CPUs computes it once nevertheless.
+        It waits for all that the block is given, the gradients of its results
+        included. The compiler for CPUs computes it once nevertheless.
         """
-        before = self._block
+        before = self._block, self._awaited
         if eqn.params.get("differentiated") and self._platform != "cpu":
-            self._block = len(self.operations)
+            self._block, self._awaited = len(self.operations), given
         yield
-        self._block = before
+        self._block, self._awaited = before
 
     def _read(self, v: Any, known: dict[Any, int]) -> int:
         return self._constant(v, ()) if isinstance(v, Constant) else known[v]
@@ -151,9 +153,9 @@ class _Flattening:
         made = [self._add(shape, dtype) for shape, dtype in outputs]
         sort = SORTS.get(name, "elementwise")
         shapes = [tuple(int(dim) for dim in shape) for shape in shapes]
-        self.operations.append(
-            Operation(name, sort, params, inputs, made, shapes, scope, **more)
-        )
+        operation = Operation(name, sort, params, inputs, made, shapes, scope, **more)
+        operation.waits_for = self._awaited
+        self.operations.append(operation)
         for value in made:
             self.values[value].maker = len(self.operations) - 1
         if key is not None:

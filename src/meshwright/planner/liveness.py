@@ -13,8 +13,9 @@ from typing import Any
 from meshwright.models.formulations import Platform
 from meshwright.models.fusing import LIBRARY_FROM
 from meshwright.models.kernels import Kernel, Kernels, make_kernels
+from meshwright.models.operations import ALL_REDUCE
 from meshwright.planner.accumulating import LOOP
-from meshwright.planner.partitioning import ALL_REDUCE, JOIN, Partitioned
+from meshwright.planner.partitioning import JOIN, Partitioned
 
 import numpy as np
 

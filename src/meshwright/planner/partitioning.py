@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from meshwright.models.formulations import Platform
-from meshwright.models.operations import FlatProgram, Operation
+from meshwright.models.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAKE_WHOLE,
+    FlatProgram,
+    Operation,
+)
 from meshwright.planner.splitting import divide
 
 MOST_COMBINED = 256
@@ -21,10 +27,8 @@ MOST_COMBINED_BYTES = 30 * 2**20
 """So many bytes travel together at the most, on GPUs."""
 
 
-ALL_GATHER, ALL_REDUCE = "all_gather", "all_reduce"
-MAKE_WHOLE = "all_gather_along_tensor"
 COPY, JOIN = "copy", "join"
-"""Names of the operations that are put into programs."""
+"""Names of operations that are put into programs, besides the collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class _Combiner:
         self._ancestors: list[int] = []
         for number, operation in enumerate(flat.operations):
             bits = 1 << number
-            for value in operation.inputs:
+            for value in (*operation.inputs, *operation.waits_for):
                 maker = flat.values[value].maker
                 bits |= self._ancestors[maker] if maker is not None else 0
             self._ancestors.append(bits)
@@ -265,7 +269,9 @@ class _Combiner:
                 found[ahead.pop()] = None
                 continue
             entered.add(number)
-            makers = [flat.values[v].maker for v in flat.operations[number].inputs]
+            operation = flat.operations[number]
+            wanted = (*operation.inputs, *operation.waits_for)
+            makers = [flat.values[v].maker for v in wanted]
             ahead += [m for m in reversed(makers) if m is not None and m not in found]
         return list(found)
 
