@@ -126,9 +126,12 @@ class _Follower:
         wanted = dict(self._results)
         for operation in reversed(self._flat.operations):
             dim = wanted.get(operation.outputs[0]) if operation.outputs else None
-            if dim is None or operation.sort != "elementwise":
+            if dim is None or operation.sort not in ("elementwise", "transpose"):
                 continue
             shape = self._flat.values[operation.outputs[0]].shape
+            if operation.sort == "transpose":
+                dim = int(operation.params["permutation"][dim])
+                shape = operation.shapes[0]
             for value in operation.inputs:
                 read = dim_after_reshape(shape, dim, self._flat.values[value].shape)
                 if read is not None and value not in wanted:
