@@ -38,18 +38,29 @@ def in_order(
 
 
 def late(graph: "_Graph", order: list[int]) -> list[int]:
-    """From the end back, breadth first: what is needed late runs late."""
+    """From the end back, breadth first: what is needed late runs late.
+
+    Collectives come when nothing else can, so that much runs while they do.
+    """
     place = {number: i for i, number in enumerate(order)}
     missing = [len(graph.after(number)) for number in range(len(graph.kernels))]
-    ready = deque(number for number in reversed(order) if not missing[number])
+    ready, collectives = deque[int](), deque[int]()
+
+    def add(number: int) -> None:
+        is_collective = graph.kernels[number].operation in COLLECTIVES
+        (collectives if is_collective else ready).append(number)
+
+    for number in reversed(order):
+        if not missing[number]:
+            add(number)
     found: list[int] = []
-    while ready:
-        number = ready.popleft()
+    while ready or collectives:
+        number = (ready or collectives).popleft()
         found.append(number)
         for other in sorted(graph.before(number), key=place.__getitem__, reverse=True):
             missing[other] -= 1
             if not missing[other]:
-                ready.append(other)
+                add(other)
     return found[::-1]
 
 
