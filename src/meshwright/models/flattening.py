@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
-from meshwright.models.operations import SORTS, FlatProgram, Operation, Value
+from meshwright.models.operations import SORTS, FlatProgram, Operation, Size, Value
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
@@ -154,7 +154,7 @@ class _Flattening:
         sort = SORTS.get(name, "elementwise")
         shapes = [tuple(int(dim) for dim in shape) for shape in shapes]
         operation = Operation(name, sort, params, inputs, made, shapes, scope, **more)
-        operation.waits_for = self._awaited
+        operation.waits_for = self._awaited if inputs else ()
         self.operations.append(operation)
         for value in made:
             self.values[value].maker = len(self.operations) - 1
@@ -412,6 +412,39 @@ class _Flattening:
         name, params = "dot_general", eqn.params
         more = {"reads_rows": rows, "orders": orders}
         return self._once(name, key, inputs, outputs, shapes, scope, params, **more)
+
+    def _write_conv_general_dilated(
+        self, eqn: Any, known: dict[Any, int], scope: str, outputs: Any
+    ) -> list[int]:
+        """A convolution; libraries for GPUs want the outputs of a kernel first."""
+        inputs = [self._read(v, known) for v in eqn.invars]
+        shapes = [tuple(v.aval.shape) for v in eqn.invars]
+        order = None
+        if self._platform == "gpu" and not Size.of(prod(shapes[1])).power:
+            inputs[1], order = self._kernel_in_order(inputs[1], eqn.params, scope)
+        key, name, params = _key(eqn), eqn.primitive.name, eqn.params
+        more = {"orders": (None, order)}
+        return self._once(name, key, inputs, outputs, shapes, scope, params, **more)
+
+    def _kernel_in_order(
+        self, kernel: int, params: Any, scope: str
+    ) -> tuple[int, tuple[int, ...]]:
+        """A kernel as it is read, and where its dims come from.
+
+        Gradients of inputs read the same, though they are written with a flipped one.
+        If it has a single place, its other order is that of a product, and as good.
+        """
+        first, last, *window = params["dimension_numbers"].rhs_spec
+        maker = self.values[kernel].maker
+        before = None if maker is None else self.operations[maker]
+        is_flipped = before is not None and before.name == "rev"
+        if before is not None and is_flipped:
+            (kernel,) = before.inputs
+        shape = self.values[kernel].shape
+        if is_flipped and prod(shape[dim] for dim in window) > 1:
+            first, last = last, first
+        order = (first, *window, last)
+        return self._transposed(kernel, shape, order, scope), order
 
     def _reads_as_is(self, factor: "_Factor") -> bool:
         """Whether a factor need not be moved.

@@ -142,7 +142,8 @@ class Operation:
     reads_rows: bool = True
     """Of a product: whether the rows of its first factor lie in order."""
     orders: tuple[tuple[int, ...] | None, ...] = (None, None)
-    """Of a product: in which order it gets the dims of its factors, if not as is."""
+    """Of a product or a convolution: in which order it gets the dims of what it reads,
+    if not as is."""
     waits_for: tuple[int, ...] = ()
     """Values that have to be there before, though it does not read them."""
 
