@@ -314,3 +314,25 @@ def test_narrowing_to_bfloat16_has_a_name_of_its_own() -> None:
     wide = jax.ShapeDtypeStruct((8,), "bfloat16")
     assert names(lambda x: x.astype("float32"), wide) == ["convert_element_type"]
     assert names(lambda x: x.astype("float32"), X) == []
+
+
+@pytest.mark.parametrize(("window", "num_copies"), [(3, 2), (1, 2)])
+def test_libraries_for_gpus_want_the_outputs_of_a_kernel_first(
+    window: int, num_copies: int
+) -> None:
+    def loss(x: Any, *weights: Any) -> Any:
+        order = ("NHWC", "HWIO", "NHWC")
+        for w in weights:
+            x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=order)
+            x = jnp.sin(x)
+        return jnp.sum(x)
+
+    x = jax.ShapeDtypeStruct((SAMPLES, 8, 8, 4), "float32")
+    w = jax.ShapeDtypeStruct((window, window, 4, 4), "float32")
+    program = jax.make_jaxpr(jax.grad(loss, (1, 2)))(x, w, w)
+    found = flatten(program.jaxpr, "gpu")
+    weights = set(found.inputs[1:])
+    copies = [op for op in found.operations if weights.intersection(op.inputs)]
+    copies = [op for op in copies if op.name == "transpose"]
+    assert len(copies) == num_copies, "gradients of inputs read the same"
+    assert not any(op.name == "rev" for op in found.operations)

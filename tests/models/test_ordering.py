@@ -13,6 +13,7 @@ from meshwright.models.ordering import (
     depth_first,
     greedy,
     in_order,
+    late,
 )
 from meshwright.models.training import SAMPLES, trace_training
 
@@ -167,3 +168,49 @@ def test_greedy_runs_first_what_frees_the_most() -> None:
     assert widths[0] == 2, "it takes the least"
     large = widths.index(512)
     assert set(order[large + 1].reads) & set(order[large].makes), "it frees most"
+
+
+def checkpointed(x: Any, w: Any) -> Any:
+    block = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))
+    for _ in range(3):
+        x = block(x)
+    return jnp.sum(x)
+
+
+def test_what_is_computed_again_waits_for_the_gradients_of_its_results() -> None:
+    x = jax.ShapeDtypeStruct((SAMPLES, 16), "float32")
+    square = jax.ShapeDtypeStruct((16, 16), "float32")
+    found = kernels(jax.grad(checkpointed, 1), x, square)
+    made = {b: i for i, kernel in enumerate(found.kernels) for b in kernel.makes}
+    waiting = [(i, k.waits_for) for i, k in enumerate(found.kernels) if k.waits_for]
+    assert waiting
+    assert all(made[b] < i for i, awaited in waiting for b in awaited)
+    on_cpu = kernels(jax.grad(checkpointed, 1), x, square, platform="cpu")
+    assert not any(kernel.waits_for for kernel in on_cpu.kernels)
+
+
+def test_what_nobody_waits_for_can_run_late() -> None:
+    x = jax.ShapeDtypeStruct((SAMPLES, 16), "float32")
+    square = jax.ShapeDtypeStruct((16, 16), "float32")
+
+    def chain(x: Any, weights: Any) -> Any:
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x)
+
+    found = kernels(jax.grad(chain, 1), x, [square] * 4)
+    graph = _Graph(found)
+    early = list(range(len(found.kernels)))
+    order = late(graph, early)
+    assert sorted(order) == early
+    assert all(
+        order.index(before) < order.index(number)
+        for number in early
+        for before in graph.before(number)
+    )
+    fixed = [
+        n for n in early if found.buffers[found.kernels[n].makes[0]].shape[0] == 16
+    ]
+    gradients = [n for n in fixed if found.kernels[n].kind == "product"]
+    assert len(gradients) == 4
+    assert sum(map(order.index, gradients)) > sum(gradients)

@@ -9,8 +9,13 @@ import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.models.flattening import flatten
 from meshwright.models.formulations import Platform
-from meshwright.models.kernels import flattened, renewed_values
-from meshwright.models.operations import FlatProgram
+from meshwright.models.kernels import flattened, make_kernels, renewed_values
+from meshwright.models.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAKE_WHOLE,
+    FlatProgram,
+)
 from meshwright.models.profile import build_abstractly
 from meshwright.models.training import (
     SAMPLES,
@@ -21,14 +26,11 @@ from meshwright.models.training import (
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.plan import Plan
 from meshwright.planner.accumulating import LOOP, accumulated
-from meshwright.planner.liveness import LIBRARY_WORKSPACE, LivesBySize
+from meshwright.planner.liveness import LivesBySize
 from meshwright.planner.memory import MemoryEstimate, MemoryModel
 from meshwright.planner.partitioning import (
-    ALL_GATHER,
-    ALL_REDUCE,
     COPY,
     JOIN,
-    MAKE_WHOLE,
     InputSplit,
     Partitioned,
     partition,
@@ -39,6 +41,11 @@ from meshwright.planner.pipelining import (
     TracedPieces,
     cut_evenly,
     starts_of,
+)
+from meshwright.planner.scratch import (
+    KERNEL_WORKSPACE,
+    LIBRARY_WORKSPACE,
+    Scratch,
 )
 from meshwright.planner.splitting import divide
 from meshwright.train.exact_memory import exact_memory
@@ -553,6 +560,38 @@ def test_gradients_travel_together() -> None:
     assert is_in_order(on_gpu.flat)
 
 
+def test_the_factor_is_gathered_whose_split_the_result_does_not_want() -> None:
+    def gradient(dy: Any, x: Any) -> Any:
+        product = lax.dot_general(dy, x, (((0,), (0,)), ((), ())))
+        return product.T * 0.1
+
+    dy = jax.ShapeDtypeStruct((SAMPLES, 64), "float32")
+    program = flat(gradient, dy, X, platform="gpu")
+    (made,), (left, right) = program.outputs, program.inputs
+    both = {left: 1, right: 1}
+    assert list(divide(program, both, {made: 1}).gathers) == [right]
+    assert list(divide(program, both, {made: 0}).gathers) == [left]
+
+
+def checkpointed(x: Any, v: Any, w: Any) -> Any:
+    def block(x: Any, v: Any, w: Any) -> Any:
+        return jnp.sin(jnp.sin(x @ v) @ w)
+
+    again = jax.checkpoint(block)
+    return jnp.sum(again(again(x, v, w), v, w))
+
+
+def test_what_is_computed_again_gathers_its_weights_again() -> None:
+    square = [SQUARE, SQUARE]
+    program = flat(jax.grad(checkpointed, (1, 2)), X, *square, platform="gpu")
+    splits = [InputSplit()] + [InputSplit(fsdp=0, is_gathered=True)] * 2
+    found = partition(program, splits, {}, "gpu", sums_over_samples=False)
+    gathers = [op for op in found.flat.operations if op.name == ALL_GATHER]
+    blocks = {op.waits_for for op in gathers}
+    assert len(gathers) == 2 * len(blocks) == 6, "forwards, and for both blocks"
+    assert is_in_order(found.flat)
+
+
 def test_what_travels_together_on_gpus_is_limited() -> None:
     def wide() -> keras.Model:
         layers = [L.Dense(2048, use_bias=False) for _ in range(4)]
@@ -695,10 +734,59 @@ def test_large_products_on_gpus_get_a_workspace() -> None:
     x = jax.ShapeDtypeStruct((SAMPLES, 512), "float32")
     small = most(jnp.matmul, x, big, samples=64)
     large = most(jnp.matmul, x, big, samples=4096)
-    assert small.total == 0
+    assert small.total < 2**21, "parts of sums alone"
     assert large.total == LIBRARY_WORKSPACE
     on_cpu = most(jnp.matmul, x, big, samples=4096, platform="cpu")
     assert on_cpu.total == 0
+
+
+def test_small_products_on_gpus_are_summed_in_parts() -> None:
+    x = jax.ShapeDtypeStruct((SAMPLES, 1024), "float32")
+    narrow = jax.ShapeDtypeStruct((1024, 128), "float32")
+    made = 128 * 128 * 4
+    assert most(jnp.matmul, x, narrow, samples=128).total == 16 * made
+    flat_sums = jax.ShapeDtypeStruct((64, 128), "float32")
+    x = jax.ShapeDtypeStruct((SAMPLES, 64), "float32")
+    assert most(jnp.matmul, x, flat_sums, samples=128).total == 0
+
+
+def test_kernels_of_convolutions_are_summed_up_with_room_of_their_own() -> None:
+    def gradient(x: Any, w: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(convolved(x, w) ** 2)
+
+        return jax.grad(loss)(w)
+
+    x = jax.ShapeDtypeStruct((SAMPLES, 4, 4, 8), "float32")
+    w = jax.ShapeDtypeStruct((3, 3, 8, 8), "float32")
+    found = {
+        platform: most(gradient, x, w, platform=platform) for platform in PLATFORMS
+    }
+    assert found["gpu"].total - found["cpu"].total > KERNEL_WORKSPACE // 2
+
+
+def convolved(x: Any, w: Any) -> Any:
+    order = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=order)
+
+
+def test_gradients_of_transposed_convolutions_move_what_they_read() -> None:
+    def gradient(x: Any, w: Any) -> Any:
+        def loss(w: Any) -> Any:
+            order = ("NHWC", "HWIO", "NHWC")
+            y = lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=order)
+            return jnp.sum(y**2)
+
+        return jax.grad(loss)(w)
+
+    x = jax.ShapeDtypeStruct((SAMPLES, 32, 32, 8), "float32")
+    w = jax.ShapeDtypeStruct((2, 2, 8, 8), "float32")
+    program = flat(gradient, x, w, platform="gpu")
+    kernels = make_kernels(program, "gpu")
+    sizes = [buffer.bytes.at(16) for buffer in kernels.buffers]
+    needed = Scratch(kernels).needed(16, sizes, [1] * len(sizes))
+    small = 16 * 32 * 32 * 8 * 4
+    assert max(needed.values()) == 2 * (small + 4 * small) + KERNEL_WORKSPACE
 
 
 def test_a_loop_needs_what_its_largest_turn_needs() -> None:

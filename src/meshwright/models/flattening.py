@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
-from meshwright.models.operations import SORTS, FlatProgram, Operation, Value
+from meshwright.models.operations import SORTS, FlatProgram, Operation, Size, Value
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
@@ -67,6 +67,7 @@ class _Flattening:
         self._known_results: dict[Any, list[int]] = {}
         self._numbers: dict[int, Any] = {}
         self._block = 0
+        self._awaited: tuple[int, ...] = ()
         known: dict[Any, int] = {}
         for v in (*jaxpr.constvars, *jaxpr.invars):
             known[v] = self._add(v.aval.shape, v.aval.dtype)
@@ -96,7 +97,7 @@ class _Flattening:
                 }
                 for v in inner.jaxpr.constvars:
                     inside[v] = self._add(v.aval.shape, v.aval.dtype)
-                with self._apart(eqn):
+                with self._apart(eqn, tuple(inside.values())):
                     self._walk(inner.jaxpr, inside, scope)
                 for v, made in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
                     known[v] = self._read(made, inside)
@@ -104,16 +105,17 @@ class _Flattening:
                 self._write(eqn, known, scope)
 
     @contextmanager
-    def _apart(self, eqn: Any) -> Iterator[None]:
+    def _apart(self, eqn: Any, given: tuple[int, ...]) -> Iterator[None]:
         """Lets what is to be computed again not count as computed already.
 
-        The compiler for CPUs computes it once nevertheless.
+        It waits for all that the block is given, the gradients of its results
+        included. The compiler for CPUs computes it once nevertheless.
         """
-        before = self._block
+        before = self._block, self._awaited
         if eqn.params.get("differentiated") and self._platform != "cpu":
-            self._block = len(self.operations)
+            self._block, self._awaited = len(self.operations), given
         yield
-        self._block = before
+        self._block, self._awaited = before
 
     def _read(self, v: Any, known: dict[Any, int]) -> int:
         return self._constant(v, ()) if isinstance(v, Constant) else known[v]
@@ -151,9 +153,9 @@ class _Flattening:
         made = [self._add(shape, dtype) for shape, dtype in outputs]
         sort = SORTS.get(name, "elementwise")
         shapes = [tuple(int(dim) for dim in shape) for shape in shapes]
-        self.operations.append(
-            Operation(name, sort, params, inputs, made, shapes, scope, **more)
-        )
+        operation = Operation(name, sort, params, inputs, made, shapes, scope, **more)
+        operation.waits_for = self._awaited if inputs else ()
+        self.operations.append(operation)
         for value in made:
             self.values[value].maker = len(self.operations) - 1
         if key is not None:
@@ -410,6 +412,39 @@ class _Flattening:
         name, params = "dot_general", eqn.params
         more = {"reads_rows": rows, "orders": orders}
         return self._once(name, key, inputs, outputs, shapes, scope, params, **more)
+
+    def _write_conv_general_dilated(
+        self, eqn: Any, known: dict[Any, int], scope: str, outputs: Any
+    ) -> list[int]:
+        """A convolution; libraries for GPUs want the outputs of a kernel first."""
+        inputs = [self._read(v, known) for v in eqn.invars]
+        shapes = [tuple(v.aval.shape) for v in eqn.invars]
+        order = None
+        if self._platform == "gpu" and not Size.of(prod(shapes[1])).power:
+            inputs[1], order = self._kernel_in_order(inputs[1], eqn.params, scope)
+        key, name, params = _key(eqn), eqn.primitive.name, eqn.params
+        more = {"orders": (None, order)}
+        return self._once(name, key, inputs, outputs, shapes, scope, params, **more)
+
+    def _kernel_in_order(
+        self, kernel: int, params: Any, scope: str
+    ) -> tuple[int, tuple[int, ...]]:
+        """A kernel as it is read, and where its dims come from.
+
+        Gradients of inputs read the same, though they are written with a flipped one.
+        If it has a single place, its other order is that of a product, and as good.
+        """
+        first, last, *window = params["dimension_numbers"].rhs_spec
+        maker = self.values[kernel].maker
+        before = None if maker is None else self.operations[maker]
+        is_flipped = before is not None and before.name == "rev"
+        if before is not None and is_flipped:
+            (kernel,) = before.inputs
+        shape = self.values[kernel].shape
+        if is_flipped and prod(shape[dim] for dim in window) > 1:
+            first, last = last, first
+        order = (first, *window, last)
+        return self._transposed(kernel, shape, order, scope), order
 
     def _reads_as_is(self, factor: "_Factor") -> bool:
         """Whether a factor need not be moved.

@@ -294,7 +294,10 @@ class LoopFusion:
                 graph.flat.values[v].bytes.at(graph.samples)
                 for v in graph.operation(number).outputs
             )
-            if times > 1 and times * again > again + (1 + times) * stored:
+            # What masks are made of is mostly kept for others, so they are not.
+            is_mask = graph.dtype(number) == "bool"
+            is_dearer = times * again > again + (1 + times) * stored
+            if times > 1 and is_dearer and not is_mask:
                 found.add(number)
         return found
 

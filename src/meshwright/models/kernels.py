@@ -99,6 +99,8 @@ class Kernel:
     """The buffers among those it reads of which it wants only some rows."""
     rows: tuple[Size, ...] = ()
     """The bytes of these rows."""
+    waits_for: tuple[int, ...] = ()
+    """The buffers that have to be there before, though it does not read them."""
 
 
 class Product(NamedTuple):
@@ -214,14 +216,17 @@ class _Maker:
         self.result = Kernels([], [], flat)
         for value in (*flat.inputs, *flat.constants):
             self.buffer(value)
-        for each in fuse(flat, platform, samples):
+        fused = fuse(flat, platform, samples)
+        self._stored = {v for each in fused for v in flat.operations[each.root].outputs}
+        self._awaited = lru_cache(maxsize=None)(self._find_awaited)
+        for each in fused:
             self.result.kernels.append(self._kernel(each))
 
-    def put_in_order(self) -> Kernels:
+    def put_in_order(self, *, is_inner: bool = False) -> Kernels:
         """The kernels, in the order in which they run."""
         found = self.result
         found.returned = [self.buffer(value) for value in self._flat.outputs]
-        order = in_order(found, self._platform, self._samples)
+        order = in_order(found, self._platform, self._samples, is_inner=is_inner)
         found.kernels = [found.kernels[number] for number in order]
         return found
 
@@ -241,7 +246,7 @@ class _Maker:
         inner = None
         if operation.inner is not None:
             made = _Maker(operation.inner, self._platform, self._samples)
-            inner = made.put_in_order()
+            inner = made.put_in_order(is_inner=True)
         main = _main(operation, computed)
         picks = [op for op in computed if op.name == "gather"]
         read = Counter(v for op in computed for v in op.inputs)
@@ -265,7 +270,25 @@ class _Maker:
             members=tuple(fused.members),
             tables=tuple(self.buffer(v) for v in fused.reads if v in tables),
             rows=tuple(flat.values[op.outputs[0]].bytes for op in picks),
+            waits_for=self._awaited(tuple({op.waits_for: None for op in computed})),
         )
+
+    def _find_awaited(self, groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        """The buffers of values, or those that they are made of if they have none."""
+        found: dict[int, None] = {}
+        ahead = [value for group in groups for value in group]
+        seen: set[int] = set()
+        while ahead:
+            value = ahead.pop()
+            maker = self._flat.values[value].maker
+            if value in seen or maker is None:
+                continue
+            seen.add(value)
+            if value in self._stored:
+                found[self.buffer(value)] = None
+            else:
+                ahead += self._flat.operations[maker].inputs
+        return tuple(found)
 
 
 def _main(root: Operation, computed: Sequence[Operation]) -> Operation:

@@ -1,7 +1,7 @@
 """The operations that a program is made of, as a compiler sees them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -62,6 +62,11 @@ SORTS: dict[str, Sort] = {
 
 VERY_DEAR = {"scramble", "erf_inv", "digamma", "lgamma", "erfc"}
 """Those that take so long that not even a GPU computes them twice."""
+
+ALL_GATHER, ALL_REDUCE = "all_gather", "all_reduce"
+MAKE_WHOLE = "all_gather_along_tensor"
+COLLECTIVES = {ALL_GATHER, ALL_REDUCE, MAKE_WHOLE}
+"""Those that pass something between devices."""
 
 DEAR = {
     *("exp", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erf_inv"),
@@ -137,23 +142,14 @@ class Operation:
     reads_rows: bool = True
     """Of a product: whether the rows of its first factor lie in order."""
     orders: tuple[tuple[int, ...] | None, ...] = (None, None)
-    """Of a product: in which order it gets the dims of its factors, if not as is."""
+    """Of a product or a convolution: in which order it gets the dims of what it reads,
+    if not as is."""
+    waits_for: tuple[int, ...] = ()
+    """Values that have to be there before, though it does not read them."""
 
     def reading(self, inputs: list[int]) -> "Operation":
         """The same operation on other values."""
-        return Operation(
-            self.name,
-            self.sort,
-            self.params,
-            inputs,
-            self.outputs,
-            self.shapes,
-            self.scope,
-            self.inner,
-            self.times,
-            self.reads_rows,
-            self.orders,
-        )
+        return replace(self, inputs=inputs)
 
     @property
     def is_dear(self) -> bool:

@@ -7,21 +7,61 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from meshwright.models.formulations import Platform
+from meshwright.models.operations import COLLECTIVES
 
 if TYPE_CHECKING:
     from meshwright.models.kernels import Kernels
 
 
-def in_order(kernels: "Kernels", platform: Platform, samples: int) -> list[int]:
+def in_order(
+    kernels: "Kernels", platform: Platform, samples: int, *, is_inner: bool = False
+) -> list[int]:
     """The numbers of kernels, in the order in which they run.
 
     Compilers for GPUs try several orders, and take the one that needs least memory.
+    Where something can be copied or exchanged meanwhile, they then move to the end what
+    nobody waits for, as gradients of weights.
+
+    Arguments:
+        kernels: The kernels, in any order.
+        platform: What they are compiled for.
+        samples: Of the batch on a device.
+        is_inner: Whether they are what a loop repeats, which gets its data meanwhile.
     """
     if platform == "cpu":
         return breadth_first(kernels)
     graph = _Graph(kernels)
     orders = [graph.postorder(), depth_first(graph, samples), greedy(graph, samples)]
-    return min(orders, key=lambda order: _most_alive(graph, order, samples))
+    best = min(orders, key=lambda order: _most_alive(graph, order, samples))
+    is_hidden = is_inner or any(k.operation in COLLECTIVES for k in kernels.kernels)
+    return late(graph, best) if is_hidden else best
+
+
+def late(graph: "_Graph", order: list[int]) -> list[int]:
+    """From the end back, breadth first: what is needed late runs late.
+
+    Collectives come when nothing else can, so that much runs while they do.
+    """
+    place = {number: i for i, number in enumerate(order)}
+    missing = [len(graph.after(number)) for number in range(len(graph.kernels))]
+    ready, collectives = deque[int](), deque[int]()
+
+    def add(number: int) -> None:
+        is_collective = graph.kernels[number].operation in COLLECTIVES
+        (collectives if is_collective else ready).append(number)
+
+    for number in reversed(order):
+        if not missing[number]:
+            add(number)
+    found: list[int] = []
+    while ready or collectives:
+        number = (ready or collectives).popleft()
+        found.append(number)
+        for other in sorted(graph.before(number), key=place.__getitem__, reverse=True):
+            missing[other] -= 1
+            if not missing[other]:
+                add(other)
+    return found[::-1]
 
 
 def depth_first(graph: "_Graph", samples: int) -> list[int]:
@@ -138,23 +178,32 @@ class _Graph:
         pairs = [(b, i) for i, kernel in enumerate(self.kernels) for b in kernel.makes]
         self.makers = dict(pairs)
         self.readers: dict[int, list[int]] = {}
+        self._waiting: dict[int, list[int]] = {}
         for number, kernel in enumerate(self.kernels):
             for buffer in kernel.reads:
                 self.readers.setdefault(buffer, []).append(number)
+            for buffer in kernel.waits_for:
+                self._waiting.setdefault(buffer, []).append(number)
 
     def size(self, buffer: int, samples: int) -> float:
         """Bytes of a buffer."""
         return self._buffers[buffer].bytes.at(samples)
 
     def before(self, number: int) -> list[int]:
-        """The kernels whose results a kernel reads."""
-        reads = self.kernels[number].reads
-        return list(dict.fromkeys(self.makers[b] for b in reads if b in self.makers))
+        """The kernels whose results a kernel reads, or waits for."""
+        kernel = self.kernels[number]
+        wanted = (*kernel.reads, *kernel.waits_for)
+        return list(dict.fromkeys(self.makers[b] for b in wanted if b in self.makers))
 
     def after(self, number: int) -> list[int]:
-        """The kernels that read what a kernel makes."""
-        makes = self.kernels[number].makes
-        return list(dict.fromkeys(r for b in makes for r in self.readers.get(b, ())))
+        """The kernels that read what a kernel makes, or wait for it."""
+        users = [
+            user
+            for buffer in self.kernels[number].makes
+            for of_kind in (self.readers, self._waiting)
+            for user in of_kind.get(buffer, ())
+        ]
+        return list(dict.fromkeys(users))
 
     def postorder(self, place: Callable[[int], Any] | None = None) -> list[int]:
         """Each kernel after what it reads; what is returned first comes first.

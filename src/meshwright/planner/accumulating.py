@@ -1,14 +1,13 @@
 """A training step that goes through its batch in microbatches."""
 
-from meshwright.models.operations import FlatProgram, Operation
-from meshwright.planner.partitioning import (
+from meshwright.models.operations import (
     ALL_GATHER,
     ALL_REDUCE,
-    COPY,
-    JOIN,
     MAKE_WHOLE,
-    Partitioned,
+    FlatProgram,
+    Operation,
 )
+from meshwright.planner.partitioning import COPY, JOIN, Partitioned
 
 LOOP = "accumulate"
 """The name of the operation that goes through the microbatches."""

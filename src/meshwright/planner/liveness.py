@@ -8,21 +8,17 @@ needs any more, and large tensors are placed first.
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
 from meshwright.models.fusing import LIBRARY_FROM
 from meshwright.models.kernels import Kernel, Kernels, make_kernels
+from meshwright.models.operations import ALL_REDUCE
 from meshwright.planner.accumulating import LOOP
-from meshwright.planner.partitioning import ALL_REDUCE, JOIN, Partitioned
+from meshwright.planner.partitioning import JOIN, Partitioned
+from meshwright.planner.scratch import Scratch
 
 import numpy as np
-
-LIBRARY_WORKSPACE = 32 * 2**20
-"""Bytes that XLA gives to cuBLAS for a matrix product, on Hopper chips."""
-
-LIBRARY_FLOPS = 5 * 10**8
-"""Products from this size on are often computed by cuBLAS; trials decide it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,14 @@ class LivesBySize:
         return Lives(kernels, self._parts, self._renewed, self._platform)
 
 
+class _Room(NamedTuple):
+    """The place of an input, which is free between two kernels."""
+
+    input: int
+    start: int
+    end: int
+
+
 class Lives:
     """From when to when each tensor that a program makes is alive.
 
@@ -115,14 +119,12 @@ class Lives:
         self._by_fsdp = self._flags(parts.by_fsdp if parts else [])
         # Compilers for GPUs know the order of kernels before they assign memory.
         self._copied = self._find_copied() if platform == "cpu" else []
-        self._products = [
-            (i, product, kernel.makes[0])
-            for i, kernel in enumerate(self._kernels)
-            for product in kernel.products
-            if platform == "gpu" and not product.is_convolution
-        ]
+        self._rooms = [_Room(old, -1, end) for old, end in self._copied]
+        self._scratch = Scratch(kernels) if platform == "gpu" else None
         self._starts = {b: self._makers[b] for b in self._made}
         self._ends = {b: self._last.get(b, self._makers[b]) for b in self._made}
+        if platform == "gpu":
+            self._keep_for_updates()
         self._write_over()
         self._turn = self._find_turn()
         self._inner = [
@@ -165,6 +167,29 @@ class Lives:
             )
         ]
 
+    def _keep_for_updates(self) -> None:
+        """Lets weights that were put in order stay: their updates read them so.
+
+        Until then there is room in their own place.
+        """
+        updates = {old: self._makers[new] for new, old in self._renewed.items()}
+        reads = {
+            buffer: number
+            for number, kernel in enumerate(self._kernels)
+            if kernel.phase != "update"
+            for buffer in kernel.reads
+        }
+        for buffer in self._made:
+            kernel = self._kernel(buffer)
+            if kernel.operation != "transpose" or len(kernel.reads) != 1:
+                continue
+            (source,) = kernel.reads
+            is_same = self._buffers[source].dtype == self._buffers[buffer].dtype
+            if is_same and source in updates:
+                self._ends[buffer] = max(self._ends[buffer], updates[source])
+                room = _Room(source, reads.get(source, 0), updates[source])
+                self._rooms.append(room)
+
     def _find_turn(self) -> int:
         """The kernel with which the backward pass begins."""
         heavy = ("product", "convolution", "loop")
@@ -198,7 +223,8 @@ class Lives:
             tensor: Likewise.
         """
         sizes = self._numbers * float(samples) ** self._powers
-        sizes = sizes / np.where(self._by_tensor, tensor, 1)
+        ways = np.where(self._by_tensor, tensor, 1)
+        sizes = sizes / ways
         sizes = sizes / np.where(self._by_fsdp, fsdp, 1)
         changes = np.zeros(len(self._kernels) + 2)
         placed = self._placed_in_inputs(sizes)
@@ -211,15 +237,14 @@ class Lives:
         for buffer, _ in self._copied:
             changes[0] += sizes[buffer]
             changes[self._last.get(buffer, 0) + 1] -= sizes[buffer]
-        for number, product, made in self._products:
-            ways = tensor if self._by_tensor[made] else 1
-            if product.flops(samples) >= LIBRARY_FLOPS * ways:
-                changes[number] += LIBRARY_WORKSPACE
-                changes[number + 1] -= LIBRARY_WORKSPACE
+        if self._scratch is not None:
+            for number, needed in self._scratch.needed(samples, sizes, ways).items():
+                changes[number] += needed
+                changes[number + 1] -= needed
         inside = {n: inner.most(samples, fsdp, tensor) for n, inner in self._inner}
-        for number, needed in inside.items():
-            changes[number] += needed.total
-            changes[number + 1] -= needed.total
+        for number, each in inside.items():
+            changes[number] += each.total
+            changes[number + 1] -= each.total
         alive = changes.cumsum()
         at = int(alive.argmax())
         there = [b for b, s, e in zip(left, starts, ends, strict=True) if s <= at <= e]
@@ -238,21 +263,20 @@ class Lives:
 
         The largest are placed first, each in the smallest place that is free.
         """
-        rooms: list[tuple[float, int, list[tuple[int, int]]]] = [
-            (sizes[old], end, []) for old, end in self._copied
-        ]
-        rooms.sort(key=lambda room: room[0])
-        if not rooms:
+        if not self._rooms:
             return set()
-        largest, found = rooms[-1][0], set()
+        rooms = sorted(self._rooms, key=lambda room: sizes[room.input])
+        taken: list[list[tuple[int, int]]] = [[] for _ in rooms]
+        largest, found = sizes[rooms[-1].input], set()
         fitting = [b for b in self._made if sizes[b] <= largest]
         for buffer in sorted(fitting, key=lambda b: -sizes[b]):
             start, end = self._starts[buffer], self._ends[buffer]
-            for size, until, taken in rooms:
-                if sizes[buffer] > size or end >= until:
+            for room, lives in zip(rooms, taken, strict=True):
+                is_large = sizes[buffer] <= sizes[room.input]
+                if not is_large or start <= room.start or end >= room.end:
                     continue
-                if all(end < first or start > last for first, last in taken):
-                    taken.append((start, end))
+                if all(end < first or start > last for first, last in lives):
+                    lives.append((start, end))
                     found.add(buffer)
                     break
         return found

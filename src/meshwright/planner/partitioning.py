@@ -6,12 +6,18 @@ what is summed over samples, or over a dim that `tensor` splits, is added up bet
 devices. Many small sums travel together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from meshwright.models.formulations import Platform
-from meshwright.models.operations import FlatProgram, Operation
+from meshwright.models.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    MAKE_WHOLE,
+    FlatProgram,
+    Operation,
+)
 from meshwright.planner.splitting import divide
 
 MOST_COMBINED = 256
@@ -21,10 +27,8 @@ MOST_COMBINED_BYTES = 30 * 2**20
 """So many bytes travel together at the most, on GPUs."""
 
 
-ALL_GATHER, ALL_REDUCE = "all_gather", "all_reduce"
-MAKE_WHOLE = "all_gather_along_tensor"
 COPY, JOIN = "copy", "join"
-"""Names of the operations that are put into programs."""
+"""Names of operations that are put into programs, besides the collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,9 @@ class _Exchange:
 
     def gather(self, dims: Mapping[int, int]) -> None:
         """Makes weights whole before they are used."""
+        if any(operation.waits_for for operation in self._flat.operations):
+            self._gather_by_block(dims)
+            return
         for value, dim in dims.items():
             whole = self._new(value)
             self._add(ALL_GATHER, [value], [whole], -2.0)
@@ -122,6 +129,19 @@ class _Exchange:
                 first, whole = whole, self._new(value)
                 self._add(COPY, [first], [whole], -1.0)
             self._instead[value] = whole
+
+    def _gather_by_block(self, values: Iterable[int]) -> None:
+        """What is computed again gathers its weights again; updates read the parts."""
+        for value in values:
+            blocks: dict[tuple[int, ...], list[int]] = {}
+            for number in self._flat.values[value].readers:
+                operation = self._flat.operations[number]
+                if "jvp(" in operation.scope:
+                    blocks.setdefault(operation.waits_for, []).append(number)
+            for block, readers in blocks.items():
+                whole = self._new(value)
+                self._add(ALL_GATHER, [value], [whole], min(readers) - 0.5, block)
+                self._wholes |= dict.fromkeys(((n, value) for n in readers), whole)
 
     def add_up(self, sums: Mapping[int, str]) -> None:
         """Adds up the parts of sums, as many at a time as may be."""
@@ -198,10 +218,16 @@ class _Exchange:
         return len(self._values) - 1
 
     def _add(
-        self, name: str, inputs: list[int], outputs: list[int], place: float
+        self,
+        name: str,
+        inputs: list[int],
+        outputs: list[int],
+        place: float,
+        waits_for: tuple[int, ...] = (),
     ) -> None:
         shapes = [self._values[value].shape for value in inputs]
         operation = Operation(name, "other", {}, inputs, outputs, shapes, "")
+        operation.waits_for = waits_for
         self._added.append((place, operation))
 
 
@@ -214,7 +240,7 @@ class _Combiner:
         self._ancestors: list[int] = []
         for number, operation in enumerate(flat.operations):
             bits = 1 << number
-            for value in operation.inputs:
+            for value in (*operation.inputs, *operation.waits_for):
                 maker = flat.values[value].maker
                 bits |= self._ancestors[maker] if maker is not None else 0
             self._ancestors.append(bits)
@@ -265,7 +291,9 @@ class _Combiner:
                 found[ahead.pop()] = None
                 continue
             entered.add(number)
-            makers = [flat.values[v].maker for v in flat.operations[number].inputs]
+            operation = flat.operations[number]
+            wanted = (*operation.inputs, *operation.waits_for)
+            makers = [flat.values[v].maker for v in wanted]
             ahead += [m for m in reversed(makers) if m is not None and m not in found]
         return list(found)
 

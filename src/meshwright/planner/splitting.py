@@ -126,9 +126,12 @@ class _Follower:
         wanted = dict(self._results)
         for operation in reversed(self._flat.operations):
             dim = wanted.get(operation.outputs[0]) if operation.outputs else None
-            if dim is None or operation.sort != "elementwise":
+            if dim is None or operation.sort not in ("elementwise", "transpose"):
                 continue
             shape = self._flat.values[operation.outputs[0]].shape
+            if operation.sort == "transpose":
+                dim = int(operation.params["permutation"][dim])
+                shape = operation.shapes[0]
             for value in operation.inputs:
                 read = dim_after_reshape(shape, dim, self._flat.values[value].shape)
                 if read is not None and value not in wanted:
@@ -209,8 +212,8 @@ class _Follower:
 
 
 def _read(operation: Operation) -> list[tuple[int, ...]]:
-    """The shapes that an operation reads, factors of products as they are moved."""
-    if operation.sort != "product":
+    """The shapes that an operation reads, factors and kernels as they are moved."""
+    if operation.sort not in ("product", "convolution"):
         return operation.shapes
     return [
         shape if order is None else tuple(shape[dim] for dim in order)
@@ -324,6 +327,8 @@ def _convolution(operation: Operation, dims: Dims, shape: tuple[int, ...]) -> Fo
     numbers = operation.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     left, right = dims[:2]
+    order = operation.orders[1]
+    right = right if right is None or order is None else order[right]
     is_grouped = operation.params["feature_group_count"] > 1
     if is_grouped and (left == lhs[1] or right == rhs[0]):
         return out[1], False
