@@ -26,13 +26,13 @@ HERE = Path(__file__).resolve()
 FRACTION = "0.05"
 """Of the card's memory, for each trial."""
 
-AT_ONCE = 8
+AT_ONCE = 6
 """Trials that run at the same time; each has memory of its own.
 
 They mostly compile.
 """
 
-PATIENCE_SECONDS = 150
+PATIENCE_SECONDS = 180
 STEPS = 6
 MOST_GUESSES = 8
 """Batches that are compiled for one trial; two or three are enough for most."""
@@ -252,16 +252,18 @@ class Search:
         if not self._found:
             return self._setting.guess
         known = sorted(self._found.values(), key=lambda t: t.batch)
-        below = [t for t in known if t.share < target]
-        above = [t for t in known if t.share >= target]
-        least = below[-1].batch + 1 if below else 1
-        most = min((t.batch - 1 for t in above if t.batch >= least), default=None)
-        guess = round(self._on_line(known, target))
+        below = [t.batch for t in known if t.share < target]
+        above = [t.batch for t in known if t.share >= target]
+        # Microbatches that differ in size are another program, which needs more.
+        unit = self._setting.levers.get("accumulate", 1)
+        least = max(below, default=0) // unit + 1
+        most = min((n // unit - 1 for n in above if n // unit >= least), default=None)
+        guess = round(self._on_line(known, target) / unit)
         if most is None:
-            return min(max(guess, least), FARTHEST_GUESS * least)
+            return unit * min(max(guess, least), FARTHEST_GUESS * least)
         if least > most:
             return None
-        return guess if least <= guess <= most else (least + most) // 2
+        return unit * (guess if least <= guess <= most else (least + most) // 2)
 
     def _on_line(self, known: Sequence[Trial], target: float) -> float:
         """The batch that should need so much."""
@@ -272,7 +274,8 @@ class Search:
             return near.batch * (target - fixed) / (near.share - fixed)
         other = max(others, key=lambda t: abs(t.batch - near.batch))
         slope = (near.share - other.share) / (near.batch - other.batch)
-        return near.batch + (target - near.share) / slope
+        # A line that does not rise leads nowhere.
+        return near.batch + (target - near.share) / slope if slope > 0 else 0.0
 
     def _measure(self, batch: int) -> None:
         import meshwright as mw
@@ -305,7 +308,11 @@ def plan_elsewhere(setting: Setting, limit: int, options: Any) -> list[Trial]:
     """Plans the trials of a setting in a process of its own, which takes no memory."""
     began = time.monotonic()
     words = ["--plan", setting.name, "--limit", str(limit)]
-    done = _call(words, options, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    try:
+        done = _call(words, options, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    except subprocess.TimeoutExpired:
+        _say(f"{setting.name}: no batches found in {PATIENCE_SECONDS} s")
+        return []
     trials = [Trial(**found) for found in _last_line(done) or []]
     for trial in trials:
         _say(

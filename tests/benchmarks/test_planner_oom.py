@@ -108,6 +108,16 @@ def test_every_setting_gets_a_batch_in_each_band(
         assert len(search._found) <= 4, "a line is known from one batch"
 
 
+def test_batches_are_cut_into_microbatches_of_one_size() -> None:
+    search = _Known(lambda n: 100 + 3 * n + 200 * (n % 2), guess=40)
+    search._setting = Setting(model="known", levers={"accumulate": 2}, guess=40)
+    for target, band in ((0.95, BELOW), (1.1, ABOVE)):
+        found = search.find(target, band)
+        assert found is not None
+        assert found.batch % 2 == 0
+
+
 def test_a_band_that_no_batch_reaches_has_no_trial() -> None:
     assert _Known(lambda batch: 100 + 800 * batch, 1).find(0.95, BELOW)
     assert _Known(lambda batch: 100 + 700 * batch, 1).find(0.95, BELOW) is None
+    assert _Known(lambda n: min(100 + 3 * n, 400), 200).find(0.95, BELOW) is None
