@@ -1,11 +1,12 @@
 """Whether what is said to fit a GPU runs there: `python benchmarks/planner_oom.py`.
 
-Needs one GPU; two to five minutes. For some models a batch is sought, by the exact
+Needs one GPU; two to three minutes. For some models a batch is sought, by the exact
 memory level, with which a training step needs almost all memory that JAX may use, and
 another with which it needs a bit more. Then each is trained for some steps of `fit`, in
 a process of its own that may use a twentieth of the card, so that models of a few GiB
-are enough. `--mock LIMIT` goes through the same on a CPU, where a memory limit of
-Meshwright's plays the allocator; nothing is written then.
+are enough. Batches are sought in processes too, one for each setting, and trials start
+as soon as their batches are found. `--mock LIMIT` goes through the same on a CPU, where
+a memory limit of Meshwright's plays the allocator; nothing is written then.
 """
 
 import argparse
@@ -14,8 +15,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -25,18 +26,26 @@ HERE = Path(__file__).resolve()
 FRACTION = "0.05"
 """Of the card's memory, for each trial."""
 
-AT_ONCE = 4
-"""Trials that run at the same time; each has memory of its own."""
+AT_ONCE = 6
+"""Trials that run at the same time; each has memory of its own.
 
-PATIENCE_SECONDS = 150
+They mostly compile.
+"""
+
+PATIENCE_SECONDS = 180
 STEPS = 6
-MOST_GUESSES = 5
+MOST_GUESSES = 8
+"""Batches that are compiled for one trial; two or three are enough for most."""
 
-BELOW = (0.90, 0.985)
-ABOVE = (1.005, 1.15)
-"""Shares of the memory that JAX may use; what is needed lies in one of these bands.
+FARTHEST_GUESS = 16
+"""So many times the first guess, the second may be at the most."""
 
-Between them is what the verdict keeps spare.
+BELOW = (0.90, 1.0)
+ABOVE = (1.03, 1.16)
+"""Shares of the memory that JAX may use; what has to fit lies in one of these bands.
+
+What is kept spare is part of it, so a bit above the whole there is still room, and
+nobody can say what comes of it.
 """
 
 
@@ -47,7 +56,7 @@ class Setting:
     model: str
     levers: dict[str, Any] = field(default_factory=dict)
     guess: int
-    """A batch size to start from."""
+    """A batch size to start from; near the limit on an H200."""
 
     @property
     def name(self) -> str:
@@ -56,26 +65,28 @@ class Setting:
 
 
 SETTINGS = [
-    Setting(model="cnn", guess=64),
-    Setting(model="cnn", levers={"precision": "bfloat16"}, guess=64),
-    Setting(model="decoder", guess=16),
-    Setting(model="decoder", levers={"precision": "bfloat16", "remat": True}, guess=16),
-    Setting(model="lstm", guess=128),
-    Setting(model="unet", levers={"accumulate": 2}, guess=32),
-    Setting(model="large", guess=1024),
-    Setting(model="wide", guess=4096),
+    Setting(model="cnn", guess=540),
+    Setting(model="cnn", levers={"precision": "bfloat16"}, guess=940),
+    Setting(model="decoder", guess=54),
+    Setting(
+        model="decoder", levers={"precision": "bfloat16", "remat": True}, guess=300
+    ),
+    Setting(model="lstm", guess=190),
+    Setting(model="unet", levers={"accumulate": 2}, guess=270),
+    Setting(model="large", guess=27000),
+    Setting(model="wide", guess=92000),
 ]
 """`large` is mostly weights and optimizer state; `wide` is one product, mostly."""
 
 TARGETS = [
-    (0.90, 1.01),
-    (0.93, 1.02),
-    (0.95, 1.04),
-    (0.96, 1.03),
-    (0.97, 1.03),
-    (0.975, 1.07),
-    (0.98, 1.10),
-    (0.94, 1.12),
+    (0.97, 1.08),
+    (0.98, 1.08),
+    (0.96, 1.06),
+    (0.985, 1.05),
+    (0.97, 1.06),
+    (0.95, 1.10),
+    (0.99, 1.05),
+    (0.98, 1.12),
 ]
 """For each setting: shares of the memory that are aimed at."""
 
@@ -158,6 +169,9 @@ def _dense(width: int, depth: int) -> tuple[Any, Any]:
     return inputs, layers.Dense(1)(x)
 
 
+_FIXED = ("parameters", "optimizer state", "model state", "metrics")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A batch size, what it is said to need, and later what came of it."""
@@ -185,10 +199,13 @@ class Trial:
 
     @property
     def share(self) -> float:
-        """What is needed, as a share of what JAX may use; nothing of it is spare."""
-        from meshwright.train.exact_memory import SPARE
+        """All that has to fit, as a share of what JAX may use."""
+        return self.bytes_to_run / self.limit
 
-        return self.bytes_to_run * (1 - SPARE) / self.limit
+    @property
+    def fixed_bytes(self) -> int:
+        """What is needed whatever the batch."""
+        return sum(self.by_kind.get(kind, 0) for kind in _FIXED)
 
     @property
     def is_said_to_fit(self) -> bool:
@@ -213,39 +230,52 @@ class Search:
         self._model = build_abstractly(lambda: make_model(setting.model, scale))
         self._found: dict[int, Trial] = {}
 
-    def find(self, target: float, band: tuple[float, float]) -> Trial:
-        """A batch that lies in a band, or else the nearest that was tried.
-
-        What is needed grows almost in proportion to the batch, so lines through what is
-        known lead there soon.
-        """
+    def find(self, target: float, band: tuple[float, float]) -> Trial | None:
+        """A batch that lies in a band; None if there seems to be none."""
         for _ in range(MOST_GUESSES):
-            inside = self._inside(band)
+            low, high = band
+            inside = [t for t in self._found.values() if low <= t.share <= high]
+            if inside:
+                return min(inside, key=lambda t: abs(t.share - target))
             batch = self._next(target)
-            if inside or batch in self._found:
-                break
+            if batch is None:
+                return None
             self._measure(batch)
-        found = self._inside(band) or list(self._found.values())
-        return min(found, key=lambda t: abs(t.share - target))
+        return None
 
-    def _inside(self, band: tuple[float, float]) -> list[Trial]:
-        low, high = band
-        return [t for t in self._found.values() if low <= t.share <= high]
+    def _next(self, target: float) -> int | None:
+        """What to try next; None if two batches that differ by 1 are too far apart.
 
-    def _next(self, target: float) -> int:
-        known = sorted(self._found.values(), key=lambda t: abs(t.share - target))
-        if not known:
+        What is needed grows almost in proportion to the batch, so a line leads there;
+        where it jumps, the two batches around the target are brought together.
+        """
+        if not self._found:
             return self._setting.guess
-        near = known[0]
-        if len(known) == 1:
-            wanted = round(near.batch * min(target / near.share, 8))
-        else:
-            other = known[1]
-            slope = (near.share - other.share) / (near.batch - other.batch)
-            wanted = round(near.batch + (target - near.share) / slope)
-        if wanted == near.batch:
-            wanted += 1 if near.share < target else -1
-        return max(wanted, 1)
+        known = sorted(self._found.values(), key=lambda t: t.batch)
+        below = [t.batch for t in known if t.share < target]
+        above = [t.batch for t in known if t.share >= target]
+        # Microbatches that differ in size are another program, which needs more.
+        unit = self._setting.levers.get("accumulate", 1)
+        least = max(below, default=0) // unit + 1
+        most = min((n // unit - 1 for n in above if n // unit >= least), default=None)
+        guess = round(self._on_line(known, target) / unit)
+        if most is None:
+            return unit * min(max(guess, least), FARTHEST_GUESS * least)
+        if least > most:
+            return None
+        return unit * (guess if least <= guess <= most else (least + most) // 2)
+
+    def _on_line(self, known: Sequence[Trial], target: float) -> float:
+        """The batch that should need so much."""
+        near, *others = sorted(known, key=lambda t: abs(t.share - target))
+        if not others:
+            # What does not grow with the batch is known from a single one.
+            fixed = near.fixed_bytes / self._limit
+            return near.batch * (target - fixed) / (near.share - fixed)
+        other = max(others, key=lambda t: abs(t.batch - near.batch))
+        slope = (near.share - other.share) / (near.batch - other.batch)
+        # A line that does not rise leads nowhere.
+        return near.batch + (target - near.share) / slope if slope > 0 else 0.0
 
     def _measure(self, batch: int) -> None:
         import meshwright as mw
@@ -266,41 +296,64 @@ class Search:
         )
 
 
-def plan_trials(limit: int, scale: int) -> Iterator[Trial]:
-    """Two for each setting: one is said to fit, and one is not."""
-    for setting, targets in zip(SETTINGS, TARGETS, strict=True):
-        search = Search(setting, limit, scale)
-        for target, band in zip(targets, (BELOW, ABOVE), strict=True):
-            found = search.find(target, band)
-            _say(
-                f"{found.setting}: batch {found.batch} needs {found.share:.1%} of "
-                f"{found.limit / 2**30:.2f} GiB (step {found.step_bytes / 2**30:.2f}, "
-                f"trials {found.trial_bytes / 2**30:.2f})"
-            )
-            yield found
+def plan_trials(name: str, limit: int, scale: int) -> list[Trial]:
+    """Two for a setting: one is said to fit, and one is not."""
+    number = [setting.name for setting in SETTINGS].index(name)
+    search = Search(SETTINGS[number], limit, scale)
+    wanted = zip(TARGETS[number], (BELOW, ABOVE), strict=True)
+    return [trial for aim in wanted if (trial := search.find(*aim)) is not None]
+
+
+def plan_elsewhere(setting: Setting, limit: int, options: Any) -> list[Trial]:
+    """Plans the trials of a setting in a process of its own, which takes no memory."""
+    began = time.monotonic()
+    words = ["--plan", setting.name, "--limit", str(limit)]
+    try:
+        done = _call(words, options, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    except subprocess.TimeoutExpired:
+        _say(f"{setting.name}: no batches found in {PATIENCE_SECONDS} s")
+        return []
+    trials = [Trial(**found) for found in _last_line(done) or []]
+    for trial in trials:
+        _say(
+            f"{trial.setting}: batch {trial.batch} needs {trial.share:.1%} of "
+            f"{_gib(limit)} (step {_gib(trial.step_bytes)}, trials "
+            f"{_gib(trial.trial_bytes)}; found after {time.monotonic() - began:.0f} s)"
+        )
+    if len(trials) < 2:
+        _say(f"{setting.name}: {len(trials)} of 2 batches found {done.stderr[-600:]}")
+    return trials
+
+
+def _call(
+    words: Sequence[str], options: Any, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Calls this script in a process that may use a part of the card."""
+    command = [sys.executable, str(HERE), *words, "--scale", str(options.scale)]
+    command += ["--mock", str(options.mock)] if options.mock else []
+    fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **fraction, **environment},
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a process has said last, as JSON; None if it did not."""
+    words = done.stdout.strip().splitlines()[-1:]
+    return json.loads(words[0]) if words and words[0][0] in "[{" else None
 
 
 def run_trial(trial: Trial, options: Any) -> Trial:
     """Trains in a process of its own; returns the trial with what came of it."""
-    environment = {
-        **os.environ,
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    }
-    command = [sys.executable, str(HERE), "--trial", json.dumps(asdict(trial))]
-    command += ["--mock", str(options.mock)] if options.mock else []
-    command += ["--scale", str(options.scale)]
+    words = ["--trial", json.dumps(asdict(trial))]
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=PATIENCE_SECONDS,
-        )
-        words = done.stdout.strip().splitlines()[-1:] or ["{}"]
-        found = json.loads(words[0]) if words[0].startswith("{") else {}
+        done = _call(words, options, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
+        found = _last_line(done) or {}
         ended = {
             "outcome": f"ended with status {done.returncode}",
             "said": done.stderr.strip()[-300:],
@@ -412,8 +465,7 @@ def write(trials: Sequence[Trial], device: str, seconds: float) -> None:
         f"{device}; jax {jax.__version__}, keras {keras.__version__}. {STEPS} steps of "
         f"`fit` each, in a process that may use {_gib(trials[0].limit)}. `step` is "
         "what the compiler says, `trials` what its trials of kernels may take, and "
-        "`to run` what has to fit in all; 'of the limit' is without what is kept "
-        "spare. "
+        "`to run` what has to fit in all, with what is kept spare. "
         "`python benchmarks/planner_oom.py`",
         table(trials),
         summary(trials),
@@ -436,6 +488,10 @@ def options_of() -> Any:
     parser.add_argument("--mock", type=int, default=0, metavar="LIMIT", help="bytes")
     parser.add_argument("--scale", type=int, default=1, help="divides all widths")
     parser.add_argument("--trial", help="runs one trial; for the script itself")
+    parser.add_argument(
+        "--plan", help="plans a setting's trials; for the script itself"
+    )
+    parser.add_argument("--limit", type=int, default=0, help="bytes, for --plan")
     return parser.parse_args()
 
 
@@ -448,6 +504,10 @@ def main() -> None:
         found = train(json.loads(options.trial), options.mock, options.scale)
         print(json.dumps(found), flush=True)
         return
+    if options.plan:
+        planned = plan_trials(options.plan, options.limit, options.scale)
+        print(json.dumps([asdict(trial) for trial in planned]), flush=True)
+        return
     # The same limit as the trials have, and no memory taken.
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = FRACTION
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -459,14 +519,26 @@ def main() -> None:
     device = jax.local_devices()[0]
     limit = options.mock or device.memory_stats()["bytes_limit"]
     _say(f"{device.device_kind}: each trial may use {_gib(limit)}")
-    run: Callable[[Trial], Trial] = lambda trial: run_trial(trial, options)  # noqa: E731
-    with ThreadPoolExecutor(1 if options.mock else AT_ONCE) as pool:
-        plans = plan_trials(limit, options.scale)
-        started: list[Future[Trial]] = [pool.submit(run, trial) for trial in plans]
-        trials = [each.result() for each in started]
+    trials = plan_and_run(limit, options)
     print(f"{table(trials)}\n\n{summary(trials)}", flush=True)
     if not options.mock:
         write(trials, device.device_kind, time.monotonic() - began)
+
+
+def plan_and_run(limit: int, options: Any) -> list[Trial]:
+    """Runs each trial as soon as it is planned; returns them by setting."""
+    run: Callable[[Trial], Trial] = lambda trial: run_trial(trial, options)  # noqa: E731
+    one_or = 1 if options.mock else None
+    with (
+        ThreadPoolExecutor(one_or or len(SETTINGS)) as planning,
+        ThreadPoolExecutor(one_or or AT_ONCE) as running,
+    ):
+        plans = [planning.submit(plan_elsewhere, s, limit, options) for s in SETTINGS]
+        planned = (trial for plan in as_completed(plans) for trial in plan.result())
+        started = [running.submit(run, trial) for trial in planned]
+        trials = [each.result() for each in started]
+    order = {setting.name: number for number, setting in enumerate(SETTINGS)}
+    return sorted(trials, key=lambda trial: (order[trial.setting], trial.batch))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from typing import Any
 import meshwright as mw
 from meshwright.devices.memory import (
     StepMemory,
-    largest_trial,
     layer_path,
     refuse_over_limit,
 )
@@ -80,44 +79,6 @@ def test_under_a_strategy_the_kinds_are_those_of_each_device() -> None:
     assert kinds["optimizer state"] == 2 * parameters + 8
     assert kinds["batch"] == (X.nbytes + Y.nbytes) // 4
     assert sum(kinds.values()) == caught.value.needed
-
-
-PROGRAM_OF_A_GPU = """HloModule jit_run, is_scheduled=true
-
-%fused (param_0: f32[8,16]) -> f32[8,16] {
-  %param_0 = f32[8,16]{1,0} parameter(0)
-  ROOT %tanh = f32[8,16]{1,0} tanh(%param_0)
-}
-
-ENTRY %main (state: f32[4,16], data: f32[8,4]) -> f32[8,16] {
-  %state = f32[4,16]{1,0} parameter(0), metadata={op_name="state[0][0]"}
-  %data = f32[8,4]{1,0} parameter(1), metadata={op_name="batch"}
-  %product = (f32[8,16]{1,0}, s8[1024]{0}) custom-call(%data, %state), \
-custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{}}
-  %got = f32[8,16]{1,0} get-tuple-element(%product), index=0
-  %again = f32[8,16]{1,0} fusion(%got, %state), kind=kCustom, calls=%gemm_fusion
-  ROOT %loop_fusion = f32[8,16]{1,0} fusion(%again, %got, %again), kind=kLoop, \
-calls=%fused
-}
-"""
-
-
-def test_trials_have_the_inputs_of_a_product_and_its_outputs_twice() -> None:
-    product = 4 * (8 * 4 + 4 * 16) + 2 * (4 * 8 * 16 + 1024)
-    assert largest_trial(PROGRAM_OF_A_GPU) == product
-    lines = PROGRAM_OF_A_GPU.splitlines()
-    without = "\n".join(line for line in lines if "custom-call" not in line)
-    assert largest_trial(without) == 4 * (8 * 16 + 4 * 16) + 2 * 4 * 8 * 16
-    assert largest_trial("HloModule empty") == 0
-
-
-def test_products_inside_of_loops_are_tried_out_too() -> None:
-    def step(x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda c, w: (c @ w, None), x[0], x)[0]
-
-    x = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32)
-    program = jax.jit(step).lower(x).compile().as_text()
-    assert largest_trial(program) == 4 * 4 * 32 * 32
 
 
 def test_the_need_is_what_the_compiler_says() -> None:

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import meshwright as mw
@@ -10,7 +11,11 @@ from meshwright.devices.memory import StepMemory
 from meshwright.errors import MemoryLimitError, ProfileError, StrategyError
 from meshwright.models.profile import build_abstractly
 from meshwright.strategies.attach import attached, place, step_over_mesh
-from meshwright.train.exact_memory import ExactMemory, exact_memory
+from meshwright.train.exact_memory import (
+    ExactMemory,
+    _whatever_kernels_win,
+    exact_memory,
+)
 from meshwright.train.mesh_step import training_state
 from meshwright.train.stage_cut import StageCut
 
@@ -285,14 +290,72 @@ def test_a_model_without_values_needs_what_it_would_with_them() -> None:
         assert found == measured(concrete, strategy, batch_size=BATCH)
 
 
+MIB = 2**20
+
+
 def test_fit_needs_room_for_batches_ahead_and_for_trials_of_kernels() -> None:
-    kinds = {"parameters": 4000, "batch": 100, "temporaries": 3000}
+    kinds = {"parameters": 4000 * MIB, "batch": 100 * MIB, "temporaries": 3000 * MIB}
     found = ExactMemory(by_stage=(kinds,))
-    assert found.bytes_to_run == int((7100 + 300) / 0.99)
-    same = ExactMemory(by_stage=(kinds,), trials=2900)
-    assert same.bytes_to_run == found.bytes_to_run, "the step takes more than they do"
-    more = ExactMemory(by_stage=(kinds,), trials=6000)
-    assert more.bytes_to_run == int((4100 + 6000 + 300) / 0.99)
+    assert found.bytes_in_use == (7100 + 300) * MIB
+    same = ExactMemory(by_stage=(kinds,), trials=2900 * MIB)
+    assert same.bytes_in_use == found.bytes_in_use, "the step takes more than they do"
+    more = ExactMemory(by_stage=(kinds,), trials=6000 * MIB)
+    assert more.bytes_in_use == (4100 + 6000 + 300) * MIB
+
+
+def test_small_batches_are_counted_in_stacks() -> None:
+    stacked = ExactMemory(by_stage=({"batch": 5 * MIB},))
+    assert stacked.bytes_in_use == 5 * MIB + 4 * 3 * 5 * MIB
+    alone = ExactMemory(by_stage=({"batch": 9 * MIB},))
+    assert alone.bytes_in_use == 4 * 9 * MIB
+    assert ExactMemory(by_stage=({"parameters": 7},)).bytes_in_use == 7
+
+
+def test_what_the_allocator_leaves_in_pieces_is_kept_spare() -> None:
+    small = ExactMemory(by_stage=({"temporaries": 1000 * MIB},))
+    assert small.bytes_to_run == 1128 * MIB, "it leaves up to 128 MiB of a piece"
+    large = ExactMemory(by_stage=({"temporaries": 99000 * MIB},))
+    assert large.bytes_to_run == 100000 * MIB
+
+
+class _Lowered:
+    """A step for a GPU: what it needs depends on who computes its products."""
+
+    def __init__(self, unknown: str | None = None) -> None:
+        self._unknown = unknown
+
+    def compile(self, compiler_options: dict[str, Any]) -> Any:
+        assert compiler_options["xla_gpu_autotune_level"] == 0, "nothing runs"
+        if self._unknown in compiler_options:
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such option")
+        temporaries = 1000 if len(compiler_options) == 1 else 3000
+        analysis = SimpleNamespace(
+            argument_size_in_bytes=0,
+            temp_size_in_bytes=temporaries,
+            output_size_in_bytes=0,
+            alias_size_in_bytes=0,
+        )
+        text = "HloModule jit_run\n\nENTRY %main () -> () {\n}\n"
+        return SimpleNamespace(memory_analysis=lambda: analysis, as_text=lambda: text)
+
+
+@pytest.mark.parametrize("unknown", [None, "xla_gpu_experimental_autotune_backends"])
+def test_products_are_counted_with_the_kernels_that_need_more(
+    unknown: str | None,
+) -> None:
+    found = _whatever_kernels_win(_Lowered(unknown), {})
+    assert found.by_kind["temporaries"] == 3000
+
+
+def test_what_an_xla_cannot_be_asked_for_is_left_out() -> None:
+    assert _whatever_kernels_win(_Unaskable(), {}).by_kind["temporaries"] == 1000
+
+
+class _Unaskable(_Lowered):
+    def compile(self, compiler_options: dict[str, Any]) -> Any:
+        if len(compiler_options) > 1:
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: No such option")
+        return super().compile(compiler_options)
 
 
 def test_data_may_be_shown_instead_of_inferred() -> None:

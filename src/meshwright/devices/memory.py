@@ -20,12 +20,6 @@ _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _WRAPPER = re.compile(r"(jvp|transpose|vmap|checkpoint|rematted_computation)\((.*)\)")
 _NO_BUFFER = {"bitcast", "tuple", "get-tuple-element", "constant", "after-all"}
 _BITS = re.compile(r"\d+")
-_ANY_INSTRUCTION = re.compile(
-    r"^ +(?:ROOT )?%?(?P<name>\S+) = (?P<type>\(.*?\)|\S+) "
-    r"(?P<opcode>[\w-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)"
-)
-_NAME = re.compile(r"%?([\w.-]+)(?:, |$)")
-_TRIED_OUT = ("dot", "convolution", "custom-call")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,31 +244,13 @@ def _tensors(hlo: str, labels: Mapping[str, tuple[str, str]]) -> Iterator[Tensor
             yield Tensor(kind=kind, path=path, type=tensor[0], bytes=_bytes_of(tensor))
 
 
-def largest_trial(hlo: str) -> int:
-    """Bytes that a compiler takes to try out kernels for one operation, at the most.
+def bytes_of_tensors(text: str) -> list[int]:
+    """The bytes of each tensor in a type of a program, which may be a tuple.
 
-    It makes inputs and outputs of its own for products and convolutions, and keeps the
-    outputs of the first kernel to compare with. They need room beside the model.
-
-    Arguments:
-        hlo: The text of a compiled program.
+    >>> bytes_of_tensors("(f32[8,16]{1,0}, s8[1024]{0}, pred[])")
+    [512, 1024, 1]
     """
-    found = [_ANY_INSTRUCTION.match(line) for line in hlo.splitlines()]
-    instructions = [match for match in found if match is not None]
-    sizes = {match["name"]: _bytes_of_type(match["type"]) for match in instructions}
-    return max(
-        (
-            sum(sizes.get(name, 0) for name in _NAME.findall(match["operands"]))
-            + 2 * sizes[match["name"]]
-            for match in instructions
-            if match["opcode"] in _TRIED_OUT or "kind=kCustom" in match["rest"]
-        ),
-        default=0,
-    )
-
-
-def _bytes_of_type(text: str) -> int:
-    return sum(map(_bytes_of, _TENSOR.finditer(text)))
+    return [_bytes_of(tensor) for tensor in _TENSOR.finditer(text)]
 
 
 def _bytes_of(tensor: re.Match[str]) -> int:

@@ -56,8 +56,8 @@ class Preflight:
     bytes_to_run: int
     """What it must have free, which is compared with the limit.
 
-    A GPU takes batches that are on their way besides, and the kernels that are tried
-    out; and not everything that is free is in one piece.
+    A GPU takes batches that are on their way besides, and kernels that are tried out;
+    those that win may need more than others; and what is free is not in one piece.
     """
     by_kind: Mapping[str, int]
     """`bytes_per_device` by kind: parameters, optimizer state, batch, ..."""

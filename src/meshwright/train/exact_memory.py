@@ -5,16 +5,24 @@ runs. It is the slower and exact one of the planner's two ways to know the memor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.devices.memory import StepMemory, Tensor, largest_trial, own_names
+from meshwright.devices.kernel_trials import largest_trial, with_workspaces
+from meshwright.devices.memory import (
+    StepMemory,
+    Tensor,
+    is_out_of_memory,
+    own_names,
+)
 from meshwright.devices.step import labels_of, variables_of
 from meshwright.models.training import ready_to_train
 from meshwright.parallel.layout import lay_out_model
 from meshwright.parallel.plan import Plan
 from meshwright.train.mesh_programs import TRAIN_STATES
 from meshwright.train.mesh_step import MeshStep
+from meshwright.train.pace import MOST_STEPS, STACK_BYTES
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
 from meshwright.train.stage_cut import StageCut
@@ -26,15 +34,31 @@ AHEAD = 3
 """Batches beside that of a step: two are made ready, and one may be used still."""
 
 SPARE = 0.01
-"""The share of a device's memory that lies in pieces which nothing fits into."""
+SPARE_BYTES = 2**27
+"""What stays free: this share of a device's memory, and at least so many bytes.
+
+The allocator of a GPU does not divide a piece if less than 128 MiB of it would be left.
+"""
 
 _NEW = ("temporaries", "outputs not in place")
+_UNTRIED = {"xla_gpu_autotune_level": 0}
+"""Kernels are not tried out, so that nothing runs on the device."""
+
 _OPTIONS = {
     # Machine code is made faster; which arrays there are does not depend on it.
     "cpu": {"xla_backend_optimization_level": 0},
-    # Kernels are not tried out, so that nothing runs on the device.
-    "gpu": {"xla_gpu_autotune_level": 0},
+    "gpu": _UNTRIED,
 }
+_BY_LIBRARY = (
+    _UNTRIED
+    | {"xla_gpu_experimental_autotune_backends": "CUBLASLT_FISSION,CUBLASLT,CUDNN"},
+    _UNTRIED | {"xla_gpu_enable_triton_gemm": False},
+)
+"""Without trials XLA computes a product together with what surrounds it, in a kernel of
+its own. With trials the library's may win, which wants its inputs as arrays. These are
+two ways to ask for that; the first is nearer to what trials lead to, but it is an
+experiment of XLA's that may go as it came, and does not know all types.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +96,22 @@ class ExactMemory:
     def bytes_to_run(self) -> int:
         """What the allocator of a device must be able to give, so that `fit` runs.
 
-        Beside the step's own batch others are on their way. While the step is compiled
-        it has no temporaries yet, but kernels are tried out. And what is free need not
-        be in one piece.
+        What is free need not be in one piece.
         """
-        batch = self.by_kind.get("batch", 0)
+        needed = self.bytes_in_use
+        return max(int(needed / (1 - SPARE)), needed + SPARE_BYTES)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """What `fit` has on a device at the most.
+
+        Beside the step's own batch others are on their way. While the step is compiled
+        it has no temporaries yet, but kernels are tried out.
+        """
         new = sum(self.by_kind.get(kind, 0) for kind in _NEW)
         compiling = self.bytes_per_device - new + self.trials
-        needed = max(self.bytes_per_device, compiling) + AHEAD * batch
-        return int(needed / (1 - SPARE))
+        ahead = _bytes_ahead(self.by_kind.get("batch", 0))
+        return max(self.bytes_per_device, compiling) + ahead
 
 
 def exact_memory(
@@ -133,11 +164,52 @@ def exact_memory(
         layouts = lay_out_model(model, plan)
         places = {id(v): at for v, at in place_variables(model, layouts, mesh)}
         lowered = MeshStep(model, step, plan, mesh, places).lower_shapes(batch)
-        with own_names():
-            compiled = lowered.compile(compiler_options=options)
         labels = labels_of(variables_of(model, [()] * TRAIN_STATES), "state")
+        with own_names():
+            if platform == "gpu" and not tries_kernels:
+                return _whatever_kernels_win(lowered, labels)
+            compiled = lowered.compile(compiler_options=options)
     memory = StepMemory.of(compiled, labels)
     trials = largest_trial(compiled.as_text()) if platform == "gpu" else 0
+    return _exact(memory, trials)
+
+
+def _exact(memory: StepMemory, trials: int) -> ExactMemory:
     return ExactMemory(
         by_stage=(memory.by_kind(),), largest=memory.largest, trials=trials
     )
+
+
+def _whatever_kernels_win(lowered: Any, labels: Mapping[str, Any]) -> ExactMemory:
+    """The most that a step may need on a GPU, by programs without trials of kernels."""
+    with ThreadPoolExecutor(2) as pool:
+        by_library = pool.submit(_compiled_by_library, lowered)
+        by_compiler = lowered.compile(compiler_options=_UNTRIED)
+    programs = [by_compiler, *by_library.result()]
+    found = []
+    for program in programs:
+        memory = StepMemory.of(program, labels)
+        temporaries = with_workspaces(program.as_text(), memory.temporaries)
+        found.append(replace(memory, temporaries=temporaries))
+    trials = max(largest_trial(program.as_text()) for program in programs)
+    return _exact(max(found, key=lambda memory: memory.needed), trials)
+
+
+def _compiled_by_library(lowered: Any) -> list[Any]:
+    """The program with kernels of libraries, if this XLA can be asked for it."""
+    for options in _BY_LIBRARY:
+        try:
+            return [lowered.compile(compiler_options=options)]
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+    return []
+
+
+def _bytes_ahead(batch: int) -> int:
+    """Bytes of the batches that are on a device beside that of the step.
+
+    Small ones come in stacks, and the step takes its own out of one.
+    """
+    together = min(STACK_BYTES // max(batch, 1), MOST_STEPS)
+    return AHEAD * batch if together < 2 else (AHEAD + 1) * together * batch

@@ -1,6 +1,9 @@
 """A Keras step that runs over a mesh."""
 
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,6 +68,8 @@ class MeshStep:
         self.giving_back = self._state.giving_back
         self._ahead = Ahead(self.measures_kernels)
         self._prepared: set[Any] = set()
+        self._called: set[Any] = set()
+        self._compiling = threading.Lock()
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
@@ -166,7 +171,8 @@ class MeshStep:
         """
         cut = self._cut(batch_size(data))
         parts = self._cut_up(cut, map_leaves(np.array, data))
-        return PlacedBatch(cut.size, self._place(cut, parts))
+        with self._compiling:
+            return PlacedBatch(cut.size, self._place(cut, parts))
 
     def put_stack(self, stack: Any, size: int) -> PlacedStack:
         """Moves batches that are stacked along a first dim onto the mesh, like `put`.
@@ -176,7 +182,9 @@ class MeshStep:
             size: Samples in each.
         """
         cut = self._cut(size)
-        placed = self._place(cut, self._cut_up(cut, stack, 1), 1)
+        parts = self._cut_up(cut, stack, 1)
+        with self._compiling:
+            placed = self._place(cut, parts, 1)
         return PlacedStack(size, len(jax.tree.leaves(placed)[0]), placed)
 
     def lower(self, state: Any, data: Any) -> Any:
@@ -230,10 +238,26 @@ class MeshStep:
 
     def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
         self._warn_of_idle_devices(cut)
-        self._check.look(program, (state, *rest), cut.size)
-        outputs, state = run_in_turn(self._mesh, program, state, *rest)
+        with self._alone_if_new(program, rest):
+            self._check.look(program, (state, *rest), cut.size)
+            outputs, state = run_in_turn(self._mesh, program, state, *rest)
         self._newest = state
         return outputs, self._state.keep(state)
+
+    @contextmanager
+    def _alone_if_new(self, program: Any, data: Any) -> Iterator[None]:
+        """Keeps batches from being put while kernels of a program are tried out.
+
+        They would come to lie between the arrays of the trials, and there would be no
+        piece left that is large enough for the temporaries of the step.
+        """
+        if not self.measures_kernels:
+            yield
+            return
+        key = (program, tuple((x.shape, x.dtype) for x in jax.tree.leaves(data)))
+        with nullcontext() if key in self._called else self._compiling:
+            yield
+        self._called.add(key)
 
     def _warn_of_idle_devices(self, cut: Microbatches) -> None:
         """Says once that training batches do not divide; a tail is no reason to."""
