@@ -26,6 +26,7 @@ import meshwright as mw
 from meshwright.models.training import batch_shapes
 from meshwright.parallel.plan import Plan
 from meshwright.planner.machines import Machine, parse_machine
+from meshwright.planner.money import CLOSE, num_special
 from meshwright.planner.speeds import KnownSpeed, known_speed
 from meshwright.planner.workload import Workload
 from meshwright.strategies.planning import calibrate_here, search, strategy_of
@@ -214,14 +215,24 @@ def rows_of(
     return rows
 
 
-def choices_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def choices_of(
+    rows: Sequence[dict[str, Any]], cases: Sequence[Case]
+) -> list[dict[str, Any]]:
     """For each model and batch: the plan that the planner chooses, and the best."""
+    plans = {case.plan.describe(): case.plan for case in cases}
+
+    def plainness(row: dict[str, Any]) -> tuple[int, int]:
+        plan = plans[row["plan"]]
+        return num_special(plan), plan.num_devices
+
     found = []
     for key in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         group = [row for row in rows if (row["model"], row["batch"]) == key]
         if len(group) < 3:
             continue
-        chosen = min(group, key=lambda row: row["predicted"])
+        most = CLOSE * min(row["predicted"] for row in group)
+        close = [row for row in group if row["predicted"] <= most]
+        chosen = min(close, key=plainness)
         best = min(group, key=lambda row: row["measured"])
         found.append(
             {
@@ -236,10 +247,12 @@ def choices_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def write(rows: list[dict[str, Any]], suite: str, source: str) -> None:
+def write(
+    rows: list[dict[str, Any]], cases: Sequence[Case], suite: str, source: str
+) -> None:
     """Writes the results as JSON and Markdown, and prints the latter."""
     errors = sorted(abs(row["error"]) for row in rows)
-    choices = choices_of(rows)
+    choices = choices_of(rows, cases)
     good = sum(each["ratio"] <= GOOD_CHOICE for each in choices)
     summary = {
         "cases": len(rows),
@@ -314,7 +327,8 @@ def main() -> None:
         return
     known = known_speed(machine)
     suite = "planner-time" if on_cpu else "h200-planner-time"
-    write(rows_of(cases, measured, predict(cases, machine, known)), suite, known.source)
+    rows = rows_of(cases, measured, predict(cases, machine, known))
+    write(rows, cases, suite, known.source)
 
 
 if __name__ == "__main__":

@@ -265,3 +265,24 @@ def test_kernels_are_as_many_as_the_compiler_of_this_cpu_makes(
 ) -> None:
     x = jnp.ones((2**10, 8))
     assert len(fused(function, "cpu", x)) == len(entry_operations(function, x))
+
+
+def test_gpus_store_what_is_dearer_to_compute_for_each_of_its_readers() -> None:
+    def with_readers(number: int) -> Callable[..., Any]:
+        def run(a: Any, b: Any, c: Any) -> Any:
+            mixed = a * b + c
+            return [(mixed * float(n + 2)).sum(axis=0) for n in range(number)]
+
+        return run
+
+    one = groups(with_readers(1), "gpu", X, X, X)
+    assert one == [["add", "mul", "mul", "reduce_sum"]]
+    four = groups(with_readers(4), "gpu", X, X, X)
+    assert four == [["add", "mul"], *[["mul", "reduce_sum"]] * 4]
+
+
+def test_gpus_compute_again_what_is_made_of_one_tensor() -> None:
+    def run(a: Any) -> Any:
+        return [(a * 3.0 * float(n + 2)).sum(axis=0) for n in range(4)]
+
+    assert all("reduce_sum" in group for group in groups(run, "gpu", X))

@@ -275,31 +275,34 @@ class LoopFusion:
         return self._takes_in(number) and not is_sum
 
     def _dearer_than(self, readers: dict[int, set[int]]) -> set[int]:
-        graph = self._graph
         found: set[int] = set()
         made_of: dict[int, dict[int, float]] = {}
         for number in self._order:
-            made_of[number] = parts = {}
-            for value in graph.operation(number).inputs:
-                maker = graph.flat.values[value].maker
-                is_stored = (
-                    maker is None or maker in found or not self._passes_on(maker)
-                )
-                if is_stored or maker is None:
-                    parts[value] = graph.flat.values[value].bytes.at(graph.samples)
-                else:
-                    parts |= made_of[maker]
-            times, again = len(readers[number]), sum(parts.values())
-            stored = sum(
-                graph.flat.values[v].bytes.at(graph.samples)
-                for v in graph.operation(number).outputs
-            )
+            made_of[number] = self._parts(number, found, made_of)
+            times, again = len(readers[number]), sum(made_of[number].values())
+            stored = sum(map(self._bytes, self._graph.operation(number).outputs))
             # What masks are made of is mostly kept for others, so they are not.
-            is_mask = graph.dtype(number) == "bool"
+            is_mask = self._graph.dtype(number) == "bool"
             is_dearer = times * again > again + (1 + times) * stored
             if times > 1 and is_dearer and not is_mask:
                 found.add(number)
         return found
+
+    def _parts(
+        self, number: int, stored: set[int], made_of: dict[int, dict[int, float]]
+    ) -> dict[int, float]:
+        """The bytes of the values that are read to compute an operation."""
+        found: dict[int, float] = {}
+        for value in self._graph.operation(number).inputs:
+            maker = self._graph.flat.values[value].maker
+            if maker is None or maker in stored or not self._passes_on(maker):
+                found[value] = self._bytes(value)
+            else:
+                found |= made_of[maker]
+        return found
+
+    def _bytes(self, value: int) -> float:
+        return self._graph.flat.values[value].bytes.at(self._graph.samples)
 
     def run(self) -> dict[int, list[int]]:
         """The operations that are stored, each with those computed for it."""

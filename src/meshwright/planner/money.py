@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.devices.sizes import format_bytes, is_count
 from meshwright.errors import ObjectiveError
+from meshwright.parallel.plan import Plan
 from meshwright.planner.candidates import PARTS, Candidate
 from meshwright.planner.figures import (
     UNKNOWN,
@@ -173,7 +174,7 @@ def _rank(candidate: Candidate, objective: str | None) -> tuple[float, ...]:
     memory = _or_last(candidate.memory_bytes)
     wanted = {"cheapest": device_seconds, "smallest": memory}.get(str(objective))
     first = seconds if wanted is None else wanted
-    return first, seconds, device_seconds, _num_special(candidate), memory
+    return first, seconds, device_seconds, num_special(candidate.plan), memory
 
 
 def _put_plainest_first(ranked: list[Candidate], objective: str | None) -> bool:
@@ -185,16 +186,19 @@ def _put_plainest_first(ranked: list[Candidate], objective: str | None) -> bool:
         return False
     most = CLOSE * _rank(ranked[0], objective)[0]
     close = [each for each in ranked if _rank(each, objective)[0] <= most]
-    plainest = min(close, key=lambda each: (_num_special(each), each.num_devices))
+    plainest = min(close, key=lambda each: (num_special(each.plan), each.num_devices))
     first = ranked[0]
     ranked.remove(plainest)
     ranked.insert(0, plainest)
     return plainest is not first
 
 
-def _num_special(candidate: Candidate) -> int:
-    """How many things about a plan are special."""
-    plan = candidate.plan
+def num_special(plan: Plan) -> int:
+    """How many things about a plan are special.
+
+    >>> num_special(Plan(data=8)), num_special(Plan(fsdp=2, remat=True))
+    (0, 2)
+    """
     degrees = (plan.fsdp, plan.tensor, plan.stages, plan.accumulate)
     special = sum(degree > 1 for degree in degrees)
     return special + plan.remat + (plan.precision is not None)
