@@ -137,7 +137,7 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
     )
 
 
-_TOGETHER = 24
+_TOGETHER = 12
 """So many products are compiled before they are timed; the first ones always are."""
 
 
@@ -146,13 +146,15 @@ def _timed_products(
 ) -> Iterator[ProductPoint]:
     wanted = _all_products(is_cpu)
     # Few at a time, so that there is something of everything if time runs out.
+    taken, last = 0.0, time.monotonic()
     for start in range(0, len(wanted), _TOGETHER):
         group = wanted[start : start + _TOGETHER]
-        if start and time.monotonic() > end:
+        if start and last + taken > end:
             return
         times = watch.seconds([trial for trial, _ in group])
         for (_, point), seconds in zip(group, times, strict=True):
             yield point._replace(seconds=seconds)
+        taken, last = time.monotonic() - last, time.monotonic()
 
 
 Wanted = tuple[Trial, ProductPoint]
