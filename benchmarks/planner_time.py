@@ -2,9 +2,9 @@
 
 `python benchmarks/planner_time.py` calibrates, lets `fit` train models of
 `planner_models.py` with many plans on eight virtual CPU devices, predicts the same, and
-writes both to `benchmarks/results/`; some ten minutes on two cores. On a machine with
+writes both to `benchmarks/results/`; most of an hour on two cores. On a machine with
 a GPU it takes one GPU and larger batches. `--collect FILE` measures only, `--collected
-FILE` predicts for what was measured before.
+FILE` predicts for what was measured before, on this machine or on another `--machine`.
 
 On a noisy machine a known product is timed before and after every case, and how it
 compares with the time of calibration corrects what was measured.
@@ -265,7 +265,7 @@ def write(
     lines = [
         f"# {suite}, {date.today()}",
         "",
-        f"{hardware()}; {source}. Seconds of a step of `fit`, corrected for the speed "
+        f"{source}. Seconds of a step of `fit`, corrected for the speed "
         "of the machine at the moment. The models are those of "
         "`benchmarks/planner_models.py`, none of which was used for the rules or the "
         "calibration. `python benchmarks/planner_time.py`",
@@ -309,26 +309,32 @@ def main() -> None:
     parser.add_argument("--collect", type=Path, help="measure only, into this file")
     parser.add_argument("--collected", type=Path, help="measured before")
     parser.add_argument("--only", default="", help="cases whose name matches this")
+    parser.add_argument("--machine", help="where that was, if not here: 1xH200")
     options = parser.parse_args()
     on_cpu = not any(device.kind == "GPU" for device in mw.devices())
-    if on_cpu:
+    if on_cpu and options.machine is None:
         mw.configure(virtual=NUM_DEVICES)
-    machine = parse_machine(None)
+    machine = parse_machine(options.machine)
     cases = [
         case
-        for case in (cpu_cases() if on_cpu else gpu_cases())
+        for case in (cpu_cases() if machine.kind == "CPU" else gpu_cases())
         if re.search(options.only, case.name)
     ]
     if options.collect is None and options.collected is None:
         calibrate_here(machine)
-    file = options.collect or options.collected or RESULTS / "planner-time-measured"
-    measured = collect(cases, machine, file)
+    if options.collected is None:
+        file = options.collect or RESULTS / "planner-time-measured"
+        measured = collect(cases, machine, file)
+    else:
+        measured = json.loads(options.collected.read_text())
+        cases = [case for case in cases if case.name in measured]
     if options.collect is not None:
         return
     known = known_speed(machine)
-    suite = "planner-time" if on_cpu else "h200-planner-time"
+    suite = "planner-time" if machine.kind == "CPU" else "h200-planner-time"
     rows = rows_of(cases, measured, predict(cases, machine, known))
-    write(rows, cases, suite, known.source)
+    place = hardware() if options.machine is None else machine.title
+    write(rows, cases, suite, f"{place}; {known.source}")
 
 
 if __name__ == "__main__":
