@@ -39,8 +39,11 @@ from planner_models import MODELS
 
 NUM_DEVICES = 8
 REPEATS = 4
-NUM_STEPS = 24
+NUM_STEPS = {"CPU": 8, "GPU": 24}
+"""Of an epoch; steps on CPUs take long."""
+
 LEAST_SECONDS = 0.4
+MOST_EPOCHS = 1024
 WORDS = 2000
 """All models that take words know as many."""
 
@@ -135,8 +138,9 @@ def measure(case: Case, machine: Machine) -> float:
     inputs, targets = batch_shapes(model, None, case.batch)
     classes = model.outputs[0].shape[-1]
     mw.distribute(model, strategy)
-    x = jax.tree.map(lambda each: _some(each, WORDS), inputs)
-    y = jax.tree.map(lambda each: _some(each, classes), targets)
+    steps = NUM_STEPS[machine.kind]
+    x = jax.tree.map(lambda each: _some(each, WORDS, steps), inputs)
+    y = jax.tree.map(lambda each: _some(each, classes, steps), targets)
 
     def run(epochs: int) -> float:
         start = time.perf_counter()
@@ -144,16 +148,17 @@ def measure(case: Case, machine: Machine) -> float:
         return time.perf_counter() - start
 
     run(1)
-    epochs = max(1, round(LEAST_SECONDS / run(1)))
-    few, many = epochs, 2 * epochs
+    few, many = 1, 2
+    while run(many) - run(few) < LEAST_SECONDS and many < MOST_EPOCHS:
+        many *= 2
     spans = [(run(few), run(many)) for _ in range(REPEATS)]
     longer = min(each for _, each in spans) - min(each for each, _ in spans)
-    return longer / (many - few) / NUM_STEPS
+    return longer / (many - few) / steps
 
 
-def _some(shape: Any, most: int) -> Any:
+def _some(shape: Any, most: int, steps: int) -> Any:
     random = np.random.default_rng(0)
-    whole = (shape.shape[0] * NUM_STEPS, *shape.shape[1:])
+    whole = (shape.shape[0] * steps, *shape.shape[1:])
     if np.issubdtype(shape.dtype, np.integer):
         return random.integers(0, most, whole).astype(shape.dtype)
     return random.standard_normal(whole, dtype=np.float32).astype(shape.dtype)

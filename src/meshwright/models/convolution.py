@@ -5,6 +5,7 @@ places, channels). JAX leaves the gradients of kernels in another one, for which
 is no such code inside of a loop. Where a kernel is larger than what it moves over, as
 in gradients of transposed convolutions, XLA would let the two change places and read
 one of them backwards, for which it has no fast code at all.
+GPUs' libraries know such gradients only with the two in each other's place, too.
 Kernels on a single channel are faster as a matrix product, on CPUs and on GPUs.
 """
 
@@ -50,14 +51,18 @@ def convolve_in_order(inputs: Any, kernel: Any, **params: Any) -> Any:
     return found.restore(outputs)
 
 
-def convolve_single_channel(inputs: Any, kernel: Any, **params: Any) -> Any:
-    """A convolution as a matrix product, if it is on a single channel; for GPUs.
+def convolve_as_known(inputs: Any, kernel: Any, **params: Any) -> Any:
+    """A convolution in a form that libraries for GPUs have fast code for.
 
     Arguments and returned value are those of `convolve_in_order`.
     """
     found = _Ordered.of(inputs, kernel, params)
-    product = None if found is None else found.as_matrix_product()
-    return None if found is None or product is None else found.restore(product)
+    if found is None:
+        return None
+    outputs = found.as_matrix_product()
+    if outputs is None and prod(params["lhs_dilation"]) > 1:
+        outputs = found.with_places_changed()
+    return None if outputs is None else found.restore(outputs)
 
 
 @dataclass(frozen=True)

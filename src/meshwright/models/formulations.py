@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from meshwright.models.convolution import (
     YNNPACK_WITHOUT_CONVOLUTIONS,
+    convolve_as_known,
     convolve_in_order,
-    convolve_single_channel,
 )
 from meshwright.models.pooling import max_by_slices, max_gradient_by_slices
 from meshwright.models.products import product_in_order
@@ -29,7 +29,7 @@ BEST_FORMS: dict[Platform, Rules] = {
         "conv_general_dilated": convolve_in_order,
         ("dot_general", "transpose"): product_in_order,
     },
-    "gpu": {**_POOLING, "conv_general_dilated": convolve_single_channel},
+    "gpu": {**_POOLING, "conv_general_dilated": convolve_as_known},
 }
 """What takes the place of operations in a step, before it is compiled."""
 

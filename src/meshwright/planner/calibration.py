@@ -102,6 +102,10 @@ _CONVOLUTIONS_ELSEWHERE: list[Convolution] = [
     (256, 64, 32, 5, 1),
     (256, 32, 128, 64, 1),
     (128, 64, 24, 96, 3),
+    (256, 8, 512, 512, 3),
+    (256, 16, 1024, 256, 1),
+    (256, 16, 128, 512, 1),
+    (256, 28, 32, 64, 3),
 ]
 
 
@@ -284,6 +288,9 @@ class _Small(NamedTuple):
     kernel: float
 
 
+_CLEAR = 4
+"""A kernel is timed well if it takes so many times as long as its start."""
+
 _KERNELS = 3 * 16
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -322,8 +329,8 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
     points = [
         StreamPoint(3.0 * 2**exponent, seconds)
         for exponent, seconds in zip(exponents, times, strict=False)
-        # What is shorter than the start of a kernel is lost in its noise.
-        if is_cpu or seconds > watch.waiting
+        # What is about as short as the start of a kernel is lost in its noise.
+        if is_cpu or seconds > _CLEAR * watch.waiting
     ]
     per_dear = {name: next(times) / depth / number for name in _OPERATIONS}
     per_summed = {dtype: next(times) / 4 / number for dtype in dtypes}
