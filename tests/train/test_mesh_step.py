@@ -1,9 +1,11 @@
 """What a step over a mesh does while its program is compiled."""
 
+import importlib
 import threading
 from typing import Any
 
 import meshwright as mw
+from meshwright.devices.strategy_hooks import trace_hooks
 from meshwright.train.mesh_step import MeshStep
 
 import keras
@@ -45,3 +47,26 @@ def test_batches_are_not_put_while_kernels_of_a_new_program_are_tried_out(
         step._dispatch(program, cut, [], placed)
         threads[-1].join()
     assert was_put == [not measures_kernels, True], "the first call compiles"
+
+
+@pytest.mark.parametrize(("devices", "uses_library"), [(1, True), (2, False)])
+def test_recurrent_layers_are_not_left_to_a_library_that_cannot_divide_them(
+    monkeypatch: pytest.MonkeyPatch, devices: int, uses_library: bool
+) -> None:
+    from jax.experimental import rnn as library
+
+    rnn = importlib.import_module("keras.src.backend.jax.rnn")
+    calls: list[bool] = []
+
+    def lstm(*args: Any, **kwargs: Any) -> Any:
+        if trace_hooks() is not None:
+            calls.append(True)
+        raise NotImplementedError  # Keras goes on without it.
+
+    monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
+    monkeypatch.setattr(library, "lstm", lstm)
+    model = keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(4)])
+    model.compile("sgd", "mse")
+    mw.distribute(model, mw.Mirrored([f"CPU:{i}" for i in range(devices)]))
+    model.fit(np.ones((4, 5, 3)), np.ones((4, 4)), batch_size=4, verbose=0)
+    assert bool(calls) == uses_library

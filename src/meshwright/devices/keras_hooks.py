@@ -30,6 +30,7 @@ steps without a memory limit or a placement log, run the original code.
 """
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -108,6 +109,9 @@ def install_keras_hooks() -> None:
     _extend(JAXTrainer, "jax_state_sync", _take_state_back)
     _extend(nn, "conv", _convolve)
     _extend(nn, "depthwise_conv", _convolve_groups)
+    # A function of Keras' hides the module of its name.
+    recurrence = importlib.import_module("keras.src.backend.jax.rnn")
+    _extend(recurrence, "cudnn_ok", _may_use_library)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
     for verb in ("fit", "evaluate", "predict"):
         _extend(JAXTrainer, verb, _run_on_checked_data)
@@ -490,6 +494,16 @@ def _convolve_groups(original: Any, inputs: Any, kernel: Any, *options: Any) -> 
     if hooks is None:
         return part(inputs, kernel)
     return hooks.convolve_groups(part, inputs, kernel)
+
+
+def _may_use_library(original: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a library may compute a recurrent layer as a whole.
+
+    XLA cannot divide such a call, so every device would compute all of the batch.
+    """
+    hooks = trace_hooks()
+    is_divided = hooks is not None and hooks.num_devices > 1
+    return not is_divided and bool(original(*args, **kwargs))
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

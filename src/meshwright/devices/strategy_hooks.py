@@ -44,6 +44,8 @@ class TraceHooks(NamedTuple):
     """Called with a variable that was cast for a layer, and its value."""
     convolve_groups: Callable[[Callable[[Any, Any], Any], Any, Any], Any]
     """Called with a grouped convolution, its inputs and its kernel; computes it."""
+    num_devices: int
+    """How many devices compute the step together."""
 
 
 ForwardPass = Callable[..., Any]

@@ -221,7 +221,8 @@ class MeshPrograms:
     def _keeping(self, size: int) -> AbstractContextManager[None]:
         """Keeps what layers put out split by sample, and weights as they were."""
         split = BatchSplit(size, self._mesh)
-        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+        keep, number = self._keep_gathered, self._mesh.size
+        return tracing(TraceHooks(split.keep, keep, split.apply, number))
 
     def _keep_gathered(self, variable: Any, value: Any) -> Any:
         place = gathered(self._place(variable))

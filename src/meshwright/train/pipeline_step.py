@@ -416,7 +416,8 @@ class PipelineStep:
         if self._template.size == 1:
             return nullcontext()
         split = BatchSplit(size, self._template)
-        return tracing(TraceHooks(split.keep, self._keep_gathered, split.apply))
+        keep, number = self._keep_gathered, self._template.size
+        return tracing(TraceHooks(split.keep, keep, split.apply, number))
 
     def _keep_gathered(self, variable: Any, value: Any) -> Any:
         place = sharding(self._template, self._variables.spec(variable))
