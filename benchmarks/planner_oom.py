@@ -7,6 +7,9 @@ a process of its own that may use a twentieth of the card, so that models of a f
 are enough. Batches are sought in processes too, one for each setting, and trials start
 as soon as their batches are found. `--mock LIMIT` goes through the same on a CPU, where
 a memory limit of Meshwright's plays the allocator; nothing is written then.
+
+Batches are sought with kernels tried out, as `fit` does it; `--untried` seeks them by
+what is known without, as `mw.preflight` does unless it is asked to try kernels.
 """
 
 import argparse
@@ -85,8 +88,8 @@ TARGETS = [
     (0.985, 1.05),
     (0.97, 1.06),
     (0.95, 1.10),
-    (0.99, 1.05),
-    (0.98, 1.12),
+    (0.99, 1.06),
+    (0.98, 1.06),
 ]
 """For each setting: shares of the memory that are aimed at."""
 
@@ -222,11 +225,14 @@ class Trial:
 class Search:
     """Looks for batch sizes with which a setting needs some share of the memory."""
 
-    def __init__(self, setting: Setting, limit: int, scale: int) -> None:
+    def __init__(
+        self, setting: Setting, limit: int, scale: int, *, tries_kernels: bool = True
+    ) -> None:
         from meshwright.models.profile import build_abstractly
 
         self._setting = setting
         self._limit = limit
+        self._tries_kernels = tries_kernels
         self._model = build_abstractly(lambda: make_model(setting.model, scale))
         self._found: dict[int, Trial] = {}
 
@@ -268,21 +274,24 @@ class Search:
     def _on_line(self, known: Sequence[Trial], target: float) -> float:
         """The batch that should need so much."""
         near, *others = sorted(known, key=lambda t: abs(t.share - target))
-        if not others:
-            # What does not grow with the batch is known from a single one.
-            fixed = near.fixed_bytes / self._limit
-            return near.batch * (target - fixed) / (near.share - fixed)
-        other = max(others, key=lambda t: abs(t.batch - near.batch))
-        slope = (near.share - other.share) / (near.batch - other.batch)
-        # A line that does not rise leads nowhere.
-        return near.batch + (target - near.share) / slope if slope > 0 else 0.0
+        other = max(others, key=lambda t: abs(t.batch - near.batch), default=near)
+        if (near.share - other.share) * (near.batch - other.batch) > 0:
+            slope = (near.share - other.share) / (near.batch - other.batch)
+            return near.batch + (target - near.share) / slope
+        # What does not grow with the batch is known from a single one, and a line that
+        # does not rise, because kernels of another kind were chosen, leads nowhere.
+        last = max(known, key=lambda t: t.batch)
+        fixed = last.fixed_bytes / self._limit
+        return last.batch * (target - fixed) / (last.share - fixed)
 
     def _measure(self, batch: int) -> None:
         import meshwright as mw
         from meshwright.train.exact_memory import exact_memory
 
         strategy = mw.Single(**self._setting.levers)
-        found = exact_memory(self._model, strategy.plan, strategy.mesh, batch)
+        plan, mesh = strategy.plan, strategy.mesh
+        tries = self._tries_kernels
+        found = exact_memory(self._model, plan, mesh, batch, tries_kernels=tries)
         self._found[batch] = Trial(
             setting=self._setting.name,
             model=self._setting.model,
@@ -296,10 +305,15 @@ class Search:
         )
 
 
-def plan_trials(name: str, limit: int, scale: int) -> list[Trial]:
+def plan_trials(options: Any) -> list[Trial]:
     """Two for a setting: one is said to fit, and one is not."""
-    number = [setting.name for setting in SETTINGS].index(name)
-    search = Search(SETTINGS[number], limit, scale)
+    number = [setting.name for setting in SETTINGS].index(options.plan)
+    search = Search(
+        SETTINGS[number],
+        options.limit,
+        options.scale,
+        tries_kernels=not options.untried,
+    )
     wanted = zip(TARGETS[number], (BELOW, ABOVE), strict=True)
     return [trial for aim in wanted if (trial := search.find(*aim)) is not None]
 
@@ -331,6 +345,7 @@ def _call(
     """Calls this script in a process that may use a part of the card."""
     command = [sys.executable, str(HERE), *words, "--scale", str(options.scale)]
     command += ["--mock", str(options.mock)] if options.mock else []
+    command += ["--untried"] if options.untried else []
     fraction = {"XLA_PYTHON_CLIENT_MEM_FRACTION": FRACTION}
     return subprocess.run(
         command,
@@ -440,18 +455,21 @@ def table(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def write(trials: Sequence[Trial], device: str, seconds: float) -> None:
+def write(
+    trials: Sequence[Trial], device: str, seconds: float, *, untried: bool
+) -> None:
     """Writes `results/<date>-planner-oom.json` and `.md`."""
     import jax
     import keras
 
-    stem = HERE.parent / "results" / f"{date.today()}-planner-oom"
+    suite = "planner-oom-untried" if untried else "planner-oom"
+    stem = HERE.parent / "results" / f"{date.today()}-{suite}"
     rows = [
         {**asdict(t), "share": t.share, "fits": t.is_said_to_fit, "right": t.is_right}
         for t in trials
     ]
     record = {
-        "suite": "planner-oom",
+        "suite": suite,
         "device": device,
         "jax": jax.__version__,
         "keras": keras.__version__,
@@ -461,12 +479,12 @@ def write(trials: Sequence[Trial], device: str, seconds: float) -> None:
     }
     stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     page = [
-        f"# planner-oom, {date.today()}",
+        f"# {suite}, {date.today()}",
         f"{device}; jax {jax.__version__}, keras {keras.__version__}. {STEPS} steps of "
         f"`fit` each, in a process that may use {_gib(trials[0].limit)}. `step` is "
         "what the compiler says, `trials` what its trials of kernels may take, and "
         "`to run` what has to fit in all, with what is kept spare. "
-        "`python benchmarks/planner_oom.py`",
+        f"`python benchmarks/planner_oom.py{' --untried' * untried}`",
         table(trials),
         summary(trials),
     ]
@@ -491,6 +509,7 @@ def options_of() -> Any:
     parser.add_argument(
         "--plan", help="plans a setting's trials; for the script itself"
     )
+    parser.add_argument("--untried", action="store_true", help="see above")
     parser.add_argument("--limit", type=int, default=0, help="bytes, for --plan")
     return parser.parse_args()
 
@@ -505,7 +524,7 @@ def main() -> None:
         print(json.dumps(found), flush=True)
         return
     if options.plan:
-        planned = plan_trials(options.plan, options.limit, options.scale)
+        planned = plan_trials(options)
         print(json.dumps([asdict(trial) for trial in planned]), flush=True)
         return
     # The same limit as the trials have, and no memory taken.
@@ -522,7 +541,8 @@ def main() -> None:
     trials = plan_and_run(limit, options)
     print(f"{table(trials)}\n\n{summary(trials)}", flush=True)
     if not options.mock:
-        write(trials, device.device_kind, time.monotonic() - began)
+        took = time.monotonic() - began
+        write(trials, device.device_kind, took, untried=options.untried)
 
 
 def plan_and_run(limit: int, options: Any) -> list[Trial]:

@@ -16,6 +16,7 @@ from meshwright.errors import (
 )
 from meshwright.models.profile import build_abstractly
 from meshwright.parallel.plan import Plan
+from meshwright.strategies import preflighting
 from meshwright.strategies.preflighting import (
     MOST_COMPILED,
     Preflight,
@@ -264,6 +265,31 @@ def test_a_gpu_needs_room_for_more_than_the_step() -> None:
     found = ExactMemory(by_stage=({"parameters": 4000, "batch": 100},), trials=700)
     assert _room(found, "cpu") == 4100
     assert _room(found, "gpu") == found.bytes_to_run > 4100
+
+
+@pytest.mark.parametrize("try_kernels", [False, True])
+def test_kernels_are_tried_out_if_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, try_kernels: bool
+) -> None:
+    asked: list[bool] = []
+
+    def counted(*args: Any, tries_kernels: bool, **options: Any) -> ExactMemory:
+        asked.append(tries_kernels)
+        return ExactMemory(by_stage=({"parameters": 4 * MIB},))
+
+    monkeypatch.setattr(preflighting, "exact_memory", counted)
+    layers = [keras.Input((8,)), keras.layers.Dense(4)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    mw.preflight(
+        model,
+        batch_size=8,
+        memory="2MiB",
+        try_kernels=try_kernels,
+        strategy=mw.Single(),
+    )
+    assert asked[0] == try_kernels
+    assert {*asked} == {try_kernels}, "suggestions are judged in the same way"
 
 
 def test_the_printed_text_has_the_verdict_the_kinds_and_the_change() -> None:

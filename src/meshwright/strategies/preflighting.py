@@ -120,6 +120,8 @@ def preflight(
     strategy: Strategy | None = None,
     memory: int | str | None = None,
     data: Any = None,
+    *,
+    try_kernels: bool = False,
 ) -> Preflight:
     """Says whether a training fits, by compiling its step; nothing is allocated or run.
 
@@ -131,6 +133,9 @@ def preflight(
             if left out.
         data: A batch as `(x, y)`, or its shapes, for models that do not say what they
             take.
+        try_kernels: Whether the compiler may try kernels out on GPUs, as `fit` lets it;
+            that takes time and memory there, and what kernels need is known then
+            instead of guessed.
 
     Returns:
         A `Preflight`: `fits`, `bytes_per_device`, `by_kind` and, if it does not fit,
@@ -146,7 +151,14 @@ def preflight(
     check_question("preflight", model, batch_size)
     chosen = _checked(strategy) or attached(model) or Single()
     limit, because = _limit(chosen, memory)
-    found = exact_memory(model, chosen.plan, chosen.mesh, batch_size, data)
+    found = exact_memory(
+        model,
+        chosen.plan,
+        chosen.mesh,
+        batch_size,
+        data,
+        tries_kernels=try_kernels,
+    )
     room = _room(found, chosen.mesh.devices.flat[0].platform)
     fits = limit is None or room <= limit
     answer = Preflight(
@@ -162,9 +174,8 @@ def preflight(
     )
     if fits or limit is None:
         return answer
-    return replace(
-        answer, suggestion=_Changes(model, chosen, data, limit).smallest(answer)
-    )
+    changes = _Changes(model, chosen, data, limit, try_kernels=try_kernels)
+    return replace(answer, suggestion=changes.smallest(answer))
 
 
 def _checked(strategy: Any) -> Strategy | None:
@@ -192,11 +203,20 @@ def _limit(strategy: Strategy, memory: int | str | None) -> tuple[int | None, st
 class _Changes:
     """Ways to need less memory on the same devices, the smallest first."""
 
-    def __init__(self, model: Any, strategy: Strategy, data: Any, limit: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        strategy: Strategy,
+        data: Any,
+        limit: int,
+        *,
+        try_kernels: bool = False,
+    ) -> None:
         self._model = model
         self._strategy = strategy
         self._data = data
         self._limit = limit
+        self._tries_kernels = try_kernels
         machine = parse_machine(list(strategy.devices))
         self._estimates = Workload.of(model, machine.kind, data).memory
 
@@ -248,7 +268,14 @@ class _Changes:
         """What a device must have free; None if the plan does not suit the model."""
         mesh = Strategy(plan, self._strategy.devices).mesh
         try:
-            found = exact_memory(self._model, plan, mesh, batch_size, self._data)
+            found = exact_memory(
+                self._model,
+                plan,
+                mesh,
+                batch_size,
+                self._data,
+                tries_kernels=self._tries_kernels,
+            )
         except MeshwrightError:
             return None
         return _room(found, mesh.devices.flat[0].platform)

@@ -18,11 +18,12 @@ from meshwright.devices.memory import (
 )
 from meshwright.devices.step import labels_of, variables_of
 from meshwright.models.training import ready_to_train
+from meshwright.models.work import MOST_STEPS
 from meshwright.parallel.layout import lay_out_model
 from meshwright.parallel.plan import Plan
 from meshwright.train.mesh_programs import TRAIN_STATES
 from meshwright.train.mesh_step import MeshStep
-from meshwright.train.pace import MOST_STEPS, STACK_BYTES
+from meshwright.train.pace import STACK_BYTES
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
 from meshwright.train.stage_cut import StageCut
