@@ -740,6 +740,21 @@ def test_large_products_on_gpus_get_a_workspace() -> None:
     assert on_cpu.total == 0
 
 
+def test_products_that_are_divided_where_they_are_summed_get_a_small_workspace() -> (
+    None
+):
+    big = jax.ShapeDtypeStruct((512, 512), "float32")
+    x = jax.ShapeDtypeStruct((SAMPLES, 512), "float32")
+    made = make_kernels(flatten(jax.make_jaxpr(jnp.matmul)(x, big).jaxpr, "gpu"), "gpu")
+    (product,) = made.kernels
+    sizes = np.full(len(made.buffers), 1e9)
+    whole = np.ones(len(made.buffers), int)
+    assert LIBRARY_WORKSPACE in Scratch(made).needed(4096, sizes, whole).values()
+    divided = whole.copy()
+    divided[[*product.reads]] = 8  # Along the dim that is summed over.
+    assert not +Scratch(made).needed(4096, sizes, divided)
+
+
 def test_small_products_on_gpus_are_summed_in_parts() -> None:
     x = jax.ShapeDtypeStruct((SAMPLES, 1024), "float32")
     narrow = jax.ShapeDtypeStruct((1024, 128), "float32")
