@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.models.flattening import flatten
 from meshwright.models.kernels import Kernels, kernels_of, make_kernels
 from meshwright.models.training import SAMPLES, trace_training
-from meshwright.planner.costs import KernelCosts
+from meshwright.planner.costs import KernelCosts, kind_in_context
 from meshwright.planner.speed import CrowdPoint, ProductPoint, Speed, StreamPoint
 
 import jax
@@ -170,13 +170,82 @@ def test_where_devices_share_cores_small_kernels_fill_the_gaps() -> None:
         CrowdPoint("other", 2, 1e-3, 0.5),
     ]
     crowd = replace(SPEED, crowding=points)
-    costs = KernelCosts(kernels(lambda x, w: jnp.tanh(x @ w), X, W), crowd)
+
+    def forward(x: Any, w: Any) -> Any:
+        with jax.named_scope("jvp(dense)"):
+            return jnp.tanh(x @ w)
+
+    costs = KernelCosts(kernels(forward, X, W), crowd)
     small = costs.crowd_ratios(np.array([1e-7, 1e-7]), 4)
     np.testing.assert_allclose(small, [0.5, 1.0])
     large = costs.crowd_ratios(np.array([1.0, 1.0]), 4)
     np.testing.assert_allclose(large, [1.0, 1.0])
     between = costs.crowd_ratios(np.array([3e-5, 1.0]), 4)
     assert 0.5 < between[0] < 1.0
+    # Nobody waits for anybody in updates.
+    update = KernelCosts(kernels(lambda x, w: jnp.tanh(x @ w), X, W), crowd)
+    np.testing.assert_allclose(update.crowd_ratios(np.full(2, 1e-7), 4), [0.25, 1.0])
+
+
+def on_cpu(function: Callable[..., Any], *args: Any) -> Kernels:
+    program = jax.make_jaxpr(function)(*args)
+    return make_kernels(flatten(program.jaxpr, "cpu"), "cpu")
+
+
+CACHED = replace(
+    SPEED,
+    streams=(
+        StreamPoint(1.0, 1.0 / BANDWIDTH),
+        StreamPoint(2.0**20, 2.0**20 / BANDWIDTH),
+        StreamPoint(2.0**21, 2.0**21 / (BANDWIDTH / 10)),
+        StreamPoint(1e12, 1e12 / (BANDWIDTH / 10)),
+    ),
+)
+"""A CPU whose cache holds one MiB; other memory is ten times slower."""
+
+
+def test_what_was_touched_a_moment_ago_comes_from_a_cache() -> None:
+    found = on_cpu(lambda x: jnp.sin(x) * 2.0, X)
+    few, many = seconds(found, 16, CACHED), seconds(found, 4096, CACHED)
+    moved = 2 * 512 * 4
+    assert few.sum() == pytest.approx(16 * moved / BANDWIDTH, rel=1e-6)
+    assert many.sum() == pytest.approx(4096 * moved / (BANDWIDTH / 10), rel=1e-6)
+
+
+def test_devices_that_share_caches_have_less_of_them() -> None:
+    found = on_cpu(lambda x: jnp.sin(x) * 2.0, X)
+    alone, crowded = (seconds(found, 64, CACHED, crowd=n).sum() for n in (1, 64))
+    assert crowded == pytest.approx(10 * alone)
+
+
+def test_numbers_that_change_places_take_longer() -> None:
+    found = on_cpu(lambda x: jnp.transpose(x) * 2.0, X)
+    slow = replace(SPEED, per_transposed=1e-6)
+    assert seconds(found, 64, slow).sum() == pytest.approx(64 * 512 * 1e-6)
+
+
+def test_kernels_take_longer_in_steps_by_their_kind() -> None:
+    found = on_cpu(lambda x, w: jnp.tanh(x @ w).T, X, W)
+    plain = seconds(found, 64)
+    factors = {"product": 1.5, "transpose": 3.0}
+    longer = seconds(found, 64, replace(SPEED, in_context=factors)) / plain
+    kinds = [kind_in_context(kernel) for kernel in found.kernels]
+    assert {"product", "transpose"} <= {*kinds}
+    assert longer.tolist() == pytest.approx([factors.get(kind, 1.0) for kind in kinds])
+
+
+def test_sums_for_divided_weights_are_divided_in_loops() -> None:
+    def turn(total: Any, x: Any) -> Any:
+        return total * 1.5, x
+
+    def run(xs: Any) -> Any:
+        return lax.scan(turn, jnp.zeros((512, 512)), xs)[0]
+
+    found = on_cpu(run, jax.ShapeDtypeStruct((7, SAMPLES, 512), "float32"))
+    (loop,) = [i for i, kernel in enumerate(found.kernels) if kernel.kind == "loop"]
+    slow = replace(SPEED, per_number=1e-7)
+    whole, parts = (seconds(found, 1, slow, shards=n)[loop] for n in (1, 4))
+    assert whole - parts == pytest.approx(7 * 512 * 512 * 0.75e-7, rel=0.01)
 
 
 def test_of_a_table_only_the_rows_are_read() -> None:

@@ -75,3 +75,11 @@ def test_programs_for_cpus_sum_everything_everywhere() -> None:
     links = Links(parse_machine(None), Speed(collectives=points))
     group = Group(4, 1)
     assert links.reduce_scatter(2**20, group) == 0.25
+
+
+def test_devices_that_share_cores_wait_for_each_other_as_was_timed() -> None:
+    speed = Speed(collectives=[CollectivePoint("wait", 4, 0.0, 2e-4)])
+    here = replace(parse_machine("8xH200"), is_here=True)
+    assert Links(here, speed).waiting(Group(4, 1)) == 2e-4
+    assert Links(here, speed).waiting(Group(2, 1)) == 0.0
+    assert links("8xH200").waiting(Group(8, 1)) == 0.0

@@ -99,8 +99,8 @@ def test_the_head_says_what_was_asked_and_what_predictions_rest_on() -> None:
         "  usable memory of a device: 80.0 GiB (as memory= says)",
         "  price of a device: $7.91 an hour, catalog of 2026-08-22",
         "  wanted: the fastest",
-        "  predictions: catalog peaks, not calibrated; they were off by 10 % where it "
-        "was measured",
+        "  predictions: catalog peaks, not calibrated; nine of ten were within 10 % "
+        "where it was measured",
         "",
     ]
     cpus = parse_machine("2xCPU")

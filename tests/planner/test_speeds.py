@@ -46,10 +46,12 @@ def test_what_was_measured_here_is_used_here() -> None:
     machine = parse_machine(None)
     assert load_speed(machine) is None
     assert "not calibrated" in known_speed(machine).source
+    assert known_speed(machine).error is None
     store_speed(machine, SPEED)
     found = known_speed(machine)
     assert found.source.startswith("calibrated on this machine on 20")
     assert found.speed.crowding == SPEED.crowding
+    assert found.error is not None, "it was measured how good calibrated CPUs are"
 
 
 def test_other_devices_have_another_fingerprint() -> None:

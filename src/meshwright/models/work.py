@@ -1,4 +1,4 @@
-"""How much arithmetic a traced program does."""
+"""How much arithmetic a program does, and how many steps are dispatched together."""
 
 from collections.abc import Iterator
 from math import prod
@@ -21,6 +21,40 @@ def count_flops(program: ClosedJaxpr | Jaxpr) -> int:
     """
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     return sum(flops_of(operation) for operation in jaxpr.eqns)
+
+
+STRETCH_SECONDS = 0.02
+STRETCH_SECONDS_ON_CPU = 1.0
+"""About how long steps that are dispatched together take.
+
+Long enough to hide what a dispatch costs, short enough for a progress bar to move and
+for Ctrl-C to be heard. On CPUs every program gets its memory anew from the operating
+system, page by page, which took 30 of 160 ms of a step of the reference CNN.
+"""
+
+MOST_STEPS = 512
+"""More of them gain nothing."""
+
+CPU_FLOPS_PER_CORE = 2e10
+ACCELERATOR_FLOPS = 5e13
+SECONDS_PER_OPERATION = 1e-7
+"""Rough speeds: a guess that is wrong by a factor of five still does its work."""
+
+
+def guess_seconds(flops: float, num_operations: int, cores: int | None) -> float:
+    """A guess of the time that a step takes on so many cores, or on an accelerator."""
+    speed = CPU_FLOPS_PER_CORE * cores if cores else ACCELERATOR_FLOPS
+    return flops / speed + num_operations * SECONDS_PER_OPERATION
+
+
+def steps_in_stretch(seconds: float, *, on_cpu: bool, most: int = MOST_STEPS) -> int:
+    """How many steps of such a time are dispatched together.
+
+    >>> steps_in_stretch(0.3, on_cpu=True), steps_in_stretch(0.3, on_cpu=False)
+    (3, 1)
+    """
+    longest = STRETCH_SECONDS_ON_CPU if on_cpu else STRETCH_SECONDS
+    return min(max(round(longest / seconds), 1), most)
 
 
 FLOPS_PER_BYTE = 10

@@ -3,13 +3,23 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
 from meshwright.models.kernels import is_awkward
-from meshwright.planner.measuring import BLINK, REPEATS, Shape, Stopwatch, Trial
+from meshwright.planner.context import factors_in_context
+from meshwright.planner.measuring import (
+    BLINK,
+    REPEATS,
+    ROUNDS,
+    Shape,
+    Stopwatch,
+    Trial,
+    Turns,
+)
 from meshwright.planner.speed import (
     CollectivePoint,
     CrowdPoint,
@@ -29,7 +39,7 @@ _FORMS = {"nn": (2, 1), "nt": (2, 2), "tn": (1, 1)}
 """The dims, after that of the batch, over which products of a form are summed."""
 
 _STEPS_ON_CPU = (32, 136, 520, 2040)
-_MOST_ON_CPU = 2**29
+_MOST_ON_CPU = 2**30
 """Multiplications of a product; larger ones would take long and tell nothing new."""
 
 _PRODUCTS_ON_CPU: list[Sizes] = [
@@ -109,12 +119,13 @@ _CONVOLUTIONS_ELSEWHERE: list[Convolution] = [
 ]
 
 
-def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
+def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 48.0) -> Speed:
     """Times products, convolutions, collectives and everything else.
 
     Arguments:
         meshes: Meshes with an axis `data`: of one device, and of more for collectives.
-        most_seconds: When this time is over, products that are left are not timed.
+        most_seconds: When this time is over, products that are left are not timed;
+            what comes after them takes some seconds more.
     """
     one, *more = meshes
     end = time.monotonic() + most_seconds
@@ -123,12 +134,13 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
     collectives = [point for mesh in more for point in _collectives(mesh)]
     crowding = [point for mesh in more if is_cpu for point in _crowding(one, mesh)]
     small = _small_programs(watch, is_cpu)
-    return Speed(
+    speed = Speed(
         products=tuple(_timed_products(watch, is_cpu, end)),
         streams=small.streams,
         per_number=small.per_number,
         per_dear=small.per_dear,
         per_random=small.per_random,
+        per_transposed=small.per_transposed,
         per_summed=small.per_summed,
         kernel=small.kernel if is_cpu else watch.waiting,
         units=0 if is_cpu else one.devices.flat[0].core_count,
@@ -139,6 +151,9 @@ def measure_speed(meshes: Sequence[Mesh], most_seconds: float = 55.0) -> Speed:
         collectives=tuple(collectives),
         crowding=tuple(crowding),
     )
+    if not is_cpu:
+        return speed
+    return replace(speed, in_context=factors_in_context(watch, speed))
 
 
 _TOGETHER = 12
@@ -284,6 +299,7 @@ class _Small(NamedTuple):
     per_number: float
     per_dear: dict[str, float]
     per_random: float
+    per_transposed: float
     per_summed: dict[str, float]
     kernel: float
 
@@ -291,6 +307,7 @@ class _Small(NamedTuple):
 _CLEAR = 4
 """A kernel is timed well if it takes so many times as long as its start."""
 
+_CHAINS = 4
 _KERNELS = 3 * 16
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -308,7 +325,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
     """Times what reads and writes, computes a little or a lot, and next to nothing."""
-    exponents = range(12, 27, 2) if is_cpu else range(16, 31, 2)
+    exponents = range(14, 27) if is_cpu else range(16, 31, 2)
     copies = 1 if is_cpu else 8
     rows, depth = (2**10, 4) if is_cpu else (2**16, 64)
     number = 256 * rows
@@ -323,7 +340,8 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
     others = [
         Trial(_repeated(_cheap, depth), two(rows)),
         Trial(_random, two(rows)),
-        Trial(_many_kernels, [((8, 8), "float32")]),
+        *(Trial(_transposed(order), [(s, "float32")]) for s, order in _TRANSPOSED),
+        Trial(_many_kernels, [((16, 16), "float32")]),
     ]
     times = watch.seconds([*streams, *dear, *summed, *others])
     points = [
@@ -332,17 +350,32 @@ def _small_programs(watch: Stopwatch, is_cpu: bool) -> _Small:
         # What is about as short as the start of a kernel is lost in its noise.
         if is_cpu or seconds > _CLEAR * watch.waiting
     ]
+    points = _smoothed(points) if is_cpu else points
     per_dear = {name: next(times) / depth / number for name in _OPERATIONS}
     per_summed = {dtype: next(times) / 4 / number for dtype in dtypes}
-    cheap, random, kernels = times
+    cheap, random, *transposed, kernels = times
     return _Small(
         tuple(points),
         cheap / depth / _CHEAP / number,
         per_dear,
         random / number,
+        _per_transposed(transposed) if is_cpu else 0.0,
         per_summed,
         kernels / _KERNELS,
     )
+
+
+def _smoothed(points: Sequence[StreamPoint]) -> list[StreamPoint]:
+    """The same, each at the middle of its own rate and those of its neighbours.
+
+    Where arrays happen to lie decides whether they stay in the caches of a CPU.
+    """
+    rates = [point.bytes / point.seconds for point in points]
+    found = []
+    for number, point in enumerate(points):
+        near = rates[max(number - 1, 0) : number + 2]
+        found.append(StreamPoint(point.bytes, point.bytes / statistics.median(near)))
+    return found
 
 
 def _plain(a: Any, b: Any) -> Any:
@@ -378,11 +411,35 @@ def _random(a: Any, b: Any) -> Any:
     return jnp.where(bits > 2**30, a, b)
 
 
+_TRANSPOSED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((1000, 400), (1, 0)),
+    ((16, 96, 6, 40), (0, 2, 1, 3)),
+    ((32, 16, 16, 48), (3, 1, 2, 0)),
+    ((16, 576, 40), (1, 0, 2)),
+]
+"""What training steps transpose: matrices, heads of attention, images.
+
+To move whole rows takes XLA's programs for CPUs ten times as long for some shapes as
+for others; steps have some of each.
+"""
+
+
+def _per_transposed(times: Sequence[float]) -> float:
+    numbers = [prod(shape) for shape, _ in _TRANSPOSED]
+    return statistics.mean(t / n for t, n in zip(times, numbers, strict=True))
+
+
+def _transposed(order: tuple[int, ...]) -> Callable[[Any], Any]:
+    return lambda array: jnp.transpose(array, order) * 1.0
+
+
 def _many_kernels(x: Any) -> Any:
-    # A product, a sum and what is done to each number.
-    for _ in range(_KERNELS // 3):
-        x = jnp.tanh(x @ x) / (1.0 + x.sum(axis=1, keepdims=True))
-    return x
+    # A product, a sum and what is done to each number, again and again, in several
+    # chains that do not wait for each other.
+    chains = [x * (1.0 + number) for number in range(_CHAINS)]
+    for _ in range(_KERNELS // 3 // _CHAINS):
+        chains = [jnp.tanh(x @ x) / (1.0 + x.sum(1, keepdims=True)) for x in chains]
+    return sum(chains)
 
 
 def _turn() -> float:
@@ -409,6 +466,9 @@ def _dispatch() -> float:
     return (time.perf_counter() - start) / 64
 
 
+_TURN_ABOUT = 7
+"""So often what is compared is timed, one after the other."""
+
 _COLLECTIVE_BYTES = (2**10, 2**18, 2**22, 2**24)
 
 
@@ -433,12 +493,40 @@ def _collectives(mesh: Mesh) -> Iterator[CollectivePoint]:
     ):
         for size in _COLLECTIVE_BYTES:
             numbers = max(size // 4 // parts, 1)
-            seconds = _on_each(mesh, function, jnp.ones(numbers * mesh.size))
+            turns = _on_each(mesh, function, jnp.ones(numbers * mesh.size))
+            seconds = max(turns.repeat(ROUNDS * REPEATS).per_turn, 1e-9)
             yield CollectivePoint(kind, mesh.size, float(size), seconds)
+    yield CollectivePoint("wait", mesh.size, 0.0, _waiting(mesh))
 
 
-def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> float:
-    """Seconds of a function of a device's part of an array, on all devices at once."""
+def _waiting(mesh: Mesh) -> float:
+    """Seconds that devices wait for each other, if they have had something to do."""
+
+    def work(x: Any) -> Any:
+        return jnp.tanh(x) - 0.1 * x.sum(axis=1, keepdims=True)
+
+    def together(x: Any) -> Any:
+        made = work(x)
+        return made + 0.0 * jax.lax.psum(made[:1, :8], "data").sum()
+
+    array = jnp.ones((mesh.size * 1024, 512))
+    met, apart = (_on_each(mesh, each, array) for each in (together, _alone(work)))
+    waits = [met.once() - apart.once() for _ in range(_TURN_ABOUT)]
+    return max(statistics.median(waits), 0.0)
+
+
+def _alone(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same with a sum of its own instead of one over all devices."""
+
+    def run(x: Any) -> Any:
+        made = work(x)
+        return made + 0.0 * made[:1, :8].sum()
+
+    return run
+
+
+def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> Turns:
+    """Times a function of a device's part of an array, on all devices at once."""
     spec = PartitionSpec("data")
 
     def run(number: Any, array: Any) -> Any:
@@ -460,8 +548,7 @@ def _on_each(mesh: Mesh, function: Callable[[Any], Any], array: Any) -> float:
 
     once = timed(1)
     number = max(2, min(512, int(BLINK / max(once, 1e-6))))
-    spans = [timed(2 * number) - timed(number) for _ in range(REPEATS)]
-    return max(statistics.median(spans) / number, 1e-9)
+    return Turns(timed, number, 2 * number)
 
 
 Work = tuple[str, Callable[[Any], Any], tuple[int, ...]]
@@ -496,14 +583,14 @@ def _works() -> list[Work]:
 def _crowding(one: Mesh, many: Mesh) -> Iterator[CrowdPoint]:
     """How much longer devices of one CPU take together than one after the other."""
     for kind, work, shape in _works():
-        alone, ratios = [], []
-        for _ in range(2):
-            alone.append(_on_each(one, work, jnp.ones(shape)))
-            array = jnp.ones((many.size * shape[0], *shape[1:]))
-            together = _on_each(many, work, array)
-            ratios.append(together / (alone[-1] * many.size))
-        seconds = statistics.median(alone)
-        yield CrowdPoint(kind, many.size, seconds, statistics.median(ratios))
+        array = jnp.ones((many.size * shape[0], *shape[1:]))
+        alone = _on_each(one, work, jnp.ones(shape))
+        together = _on_each(many, work, array)
+        pairs = [(alone.once(), together.once()) for _ in range(_TURN_ABOUT)]
+        ratios = [both / (each * many.size) for each, both in pairs if each > 0]
+        seconds = statistics.median(each for each, _ in pairs)
+        ratio = min(max(statistics.median(ratios), 0.1), 2.0) if ratios else 1.0
+        yield CrowdPoint(kind, many.size, max(seconds, 1e-9), ratio)
 
 
 def _fresh() -> float:

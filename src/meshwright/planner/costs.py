@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.models.kernels import Kernel, Kernels
 from meshwright.models.operations import Size
@@ -20,13 +20,20 @@ class KernelCosts:
     Arguments:
         kernels: The kernels.
         speed: The device.
+        is_inner: Whether this is what a loop repeats.
     """
 
     kernels: Kernels
     speed: Speed
+    is_inner: bool = False
 
     def seconds(
-        self, samples: float, divided: Array | None = None, degree: int = 1
+        self,
+        samples: float,
+        divided: Array | None = None,
+        degree: int = 1,
+        crowd: int = 1,
+        shards: int = 1,
     ) -> Array:
         """One entry for each kernel, on a batch of so many samples.
 
@@ -34,9 +41,13 @@ class KernelCosts:
             samples: Those of the batch, on one device.
             divided: Whether the work of each kernel is divided over devices.
             degree: How many these are.
+            crowd: How many devices share the caches.
+            shards: Into how many parts weights, and sums for them, are divided.
         """
-        share = 1.0 if divided is None else np.where(divided, 1.0 / degree, 1.0)
-        found = self._streams(samples, share)
+        share = np.ones(len(self.kernels.kernels))
+        if divided is not None:
+            share = np.where(divided, 1.0 / degree, 1.0)
+        found = self._streams(samples, share, crowd)
         numbers, products = self._products
         if len(numbers):
             sizes = products.at(samples)
@@ -53,9 +64,28 @@ class KernelCosts:
         found = np.maximum(found, start) if self.speed.overlaps else found + start
         for number, costs in self._loops:
             kernel = self.kernels.kernels[number]
-            turn = float(costs.seconds(samples).sum()) + self.speed.turn
+            each = costs.seconds(samples, costs.sums_for_weights, shards)
+            turn = float(each.sum()) + self.speed.turn
             found[number] = kernel.times * turn + self._stacking(kernel, samples)
-        return found
+        return found if self.is_inner else found * self._in_context
+
+    @cached_property
+    def sums_for_weights(self) -> Array:
+        """Of each kernel: whether it adds up what does not grow with the batch."""
+        buffers = self.kernels.buffers
+        return np.array(
+            [
+                kernel.kind == "elementwise"
+                and not any(buffers[b].bytes.power for b in kernel.makes)
+                for kernel in self.kernels.kernels
+            ]
+        )
+
+    @cached_property
+    def _in_context(self) -> Array:
+        known = self.speed.in_context
+        kinds = [kind_in_context(kernel) for kernel in self.kernels.kernels]
+        return np.array([known.get(kind, 1.0) for kind in kinds])
 
     def _stacking(self, kernel: Kernel, samples: float) -> float:
         """What a loop takes from stacks and puts on others, turn by turn.
@@ -90,19 +120,45 @@ class KernelCosts:
         for kind in set(kinds):
             mine = kinds == kind
             found[mine] = self.speed.crowd_ratios(kind, num_devices, seconds[mine])
-        # Devices wait for each other again and again, so that not all goes on at once.
-        return np.asarray(np.sqrt(found))
+        # Devices wait for each other again and again, so that not all goes on at once;
+        # only when they update their weights, they do not.
+        is_apart = self.kernels.phases == "update"
+        return np.asarray(np.where(is_apart, found, np.sqrt(found)))
 
-    def _streams(self, samples: float, share: Any) -> Array:
+    def _streams(self, samples: float, share: Array, crowd: int) -> Array:
         """Memory and arithmetic go on at the same time, so the slower one counts."""
-        moved = self._bytes.at(samples) * share
+        if self.speed.units:
+            moving = self.speed.stream_seconds(self._bytes.at(samples) * share)
+        else:
+            moving = self._through_caches(samples, share, crowd)
         numbers = self._numbers.at(samples) * self.speed.per_number
         numbers += self._random.at(samples) * self.speed.per_random
         for name, sizes in self._dear.items():
             numbers += sizes.at(samples) * self.speed.per_dear.get(name, 0.0)
+        numbers += self._transposed.at(samples) * self.speed.per_transposed
         summed = self._summed.at(samples) * self._per_summed
         arithmetic = np.maximum(numbers, summed) * share
-        return np.maximum(self.speed.stream_seconds(moved), arithmetic)
+        return np.maximum(moving, arithmetic)
+
+    def _through_caches(self, samples: float, share: Array, crowd: int) -> Array:
+        """Seconds to move the bytes of each kernel, from wherever they are by then.
+
+        What was touched a moment ago is in a cache, if what was touched since leaves
+        room for it there. Streams were timed over and over, so they tell how fast
+        bytes are that come again after as many others as the stream has.
+        """
+        touches = self._touches
+        each = share[touches.kernels]
+        moved = touches.bytes.at(samples) * each
+        since = np.maximum(touches.since.at(samples) * each * crowd, 1.0)
+        rate = since / self.speed.stream_seconds(since)
+        found = np.zeros(len(share))
+        np.add.at(found, touches.kernels, moved / rate)
+        return found
+
+    @cached_property
+    def _touches(self) -> "_Touches":
+        return _Touches.of(self.kernels)
 
     @cached_property
     def _bytes(self) -> "_Sizes":
@@ -137,6 +193,12 @@ class KernelCosts:
         )
 
     @cached_property
+    def _transposed(self) -> "_Sizes":
+        return _Sizes.of(
+            _transposed(self.kernels, each) for each in self.kernels.kernels
+        )
+
+    @cached_property
     def _random(self) -> "_Sizes":
         return _Sizes.of([kernel.random] for kernel in self.kernels.kernels)
 
@@ -157,10 +219,15 @@ class KernelCosts:
     @cached_property
     def _loops(self) -> "list[tuple[int, KernelCosts]]":
         return [
-            (number, KernelCosts(kernel.inner, self.speed))
+            (number, KernelCosts(kernel.inner, self.speed, is_inner=True))
             for number, kernel in enumerate(self.kernels.kernels)
             if kernel.inner is not None
         ]
+
+
+def kind_in_context(kernel: Kernel) -> str:
+    """What decides how much longer a kernel takes in a step than by itself."""
+    return "transpose" if kernel.operation == "transpose" else _crowd_kind(kernel)
 
 
 def _crowd_kind(kernel: Kernel) -> str:
@@ -176,6 +243,64 @@ def _touched(kernel: Kernel) -> list[int]:
         # A table is changed in place, at a few rows.
         return [*kernel.reads[-1:], *kernel.reads[-1:]]
     return list({*kernel.reads, *kernel.makes} - {*kernel.tables})
+
+
+def _transposed(kernels: Kernels, kernel: Kernel) -> list[Size]:
+    """The numbers that change places."""
+    flat = kernels.flat
+    operations = [flat.operations[number] for number in kernel.members]
+    return [
+        flat.values[operation.outputs[0]].size
+        for operation in operations
+        if operation.name == "transpose"
+    ]
+
+
+class _Touches(NamedTuple):
+    """What kernels read and make, one after the other."""
+
+    kernels: Array
+    """The number of the kernel, for each."""
+    bytes: "_Sizes"
+    since: "_Sizes"
+    """The bytes that were touched since they were touched the last time."""
+
+    @classmethod
+    def of(cls, kernels: Kernels) -> "_Touches":
+        """Those of a step that is done again and again.
+
+        A step finds what it is given where the step before has left it. What is made
+        in no other's place lies where nothing was wanted for some time.
+        """
+        touched = [
+            [
+                *((buffer, kernels.buffers[buffer].bytes) for buffer in _touched(each)),
+                *((None, size) for size in each.rows),
+            ]
+            for each in kernels.kernels
+        ]
+        sums = _Sizes.of([size for _, size in group] for group in touched).numbers
+        before, whole = sums.cumsum(axis=0) - sums, sums.sum(axis=0)
+        last: dict[int | None, int] = {}
+        numbers, sizes, since = [], [], []
+        for number, (kernel, group) in enumerate(
+            zip(kernels.kernels, touched, strict=True)
+        ):
+            places = [last[buffer] for buffer in kernel.overwrites if buffer in last]
+            for buffer, size in group:
+                is_new = buffer in kernel.makes and buffer not in last
+                known = (
+                    places[:1] if is_new else [last[b] for b in [buffer] if b in last]
+                )
+                away = whole / 2 if is_new else whole
+                if known:
+                    away = before[number] + sums[number] - before[known[0]]
+                numbers.append(number)
+                sizes.append([size])
+                since.append(away)
+            last |= dict.fromkeys((b for b, _ in group if b is not None), number)
+        away = np.array(since).reshape(-1, 3)
+        return cls(np.array(numbers, dtype=int), _Sizes.of(sizes), _Sizes(away))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,13 @@ class Links:
         bandwidth, latency = self._link(group)
         return latency + num_bytes / bandwidth
 
+    def waiting(self, group: Group) -> float:
+        """Seconds that devices wait for each other, whenever they exchange something.
+
+        On CPUs they share cores, so that some are behind; it is timed there.
+        """
+        return self._timed("wait", 0.0, group.size) or 0.0
+
     def _ring(self, kind: str, num_bytes: float, group: Group, rounds: int) -> float:
         if group.size == 1 or not num_bytes:
             return 0.0

@@ -1,9 +1,9 @@
 """Times small programs on this machine, compiled as training steps are."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import Any, NamedTuple
 
 from meshwright.models.formulations import compiler_options, in_best_form
@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 BLINK = 0.01
 """Seconds for which a program is repeated, to be timed."""
 
-REPEATS = 5
+REPEATS, ROUNDS = 2, 4
+"""Each program is timed so often at a time, and comes up so many times."""
 
 _MOST_TURNS = 4096
 
@@ -31,6 +32,42 @@ class Trial(NamedTuple):
     """Of its arguments; the first has floats."""
     copies: int = 1
     """How often it stands in a turn of the loop that repeats it."""
+
+
+class Turns:
+    """Times a turn of a loop: what many of them take beyond a few.
+
+    Whatever else goes on there, it only ever takes longer; so the least counts.
+
+    Arguments:
+        run: Runs so many turns, and says how long they took.
+        few: Some turns.
+        many: More turns.
+    """
+
+    def __init__(self, run: Callable[[int], float], few: int, many: int) -> None:
+        self._run = run
+        self._numbers = few, many
+        self._least = [inf, inf]
+
+    def repeat(self, times: int) -> "Turns":
+        """Runs both so many times."""
+        for _ in range(times):
+            self.once()
+        return self
+
+    def once(self) -> float:
+        """Runs both, and returns the seconds of a turn as they were this time."""
+        few, many = self._numbers
+        short, long = self._run(few), self._run(many)
+        self._least = [*map(min, self._least, (short, long))]
+        return (long - short) / (many - few)
+
+    @property
+    def per_turn(self) -> float:
+        """Seconds of a turn."""
+        (few, many), (short, long) = self._numbers, self._least
+        return (long - short) / (many - few)
 
 
 class Stopwatch:
@@ -64,14 +101,21 @@ class Stopwatch:
             yield float(max(each, 1e-9))
 
     def _spans(self, trials: Iterable[Trial]) -> Iterator[float]:
-        """Seconds of a turn of each."""
+        """Seconds of a turn of each.
+
+        One goes through them several times: what disturbs a machine for a second would
+        spoil all timings of one program, but not those of the next time.
+        """
         trials = list(trials)
         with ThreadPoolExecutor(16) as pool:
             programs = list(pool.map(self._compiled, trials))
-        for trial, program in zip(trials, programs, strict=True):
-            yield self._timed(program, trial)
+        runs = [self._ready(p, t) for p, t in zip(programs, trials, strict=True)]
+        for _ in range(ROUNDS):
+            for run in runs:
+                run.repeat(REPEATS)
+        yield from (run.per_turn for run in runs)
 
-    def _timed(self, program: Any, trial: Trial) -> float:
+    def _ready(self, program: Any, trial: Trial) -> "Turns":
         args = [
             jax.device_put(jnp.full(shape, 0.01, dtype), self._whole)
             for shape, dtype in trial.shapes
@@ -79,11 +123,7 @@ class Stopwatch:
         _run(program, 1, args)
         once = _run(program, 1, args)
         many = max(4, min(_MOST_TURNS, int(BLINK / max(once, 1e-9))))
-        few = many // 4
-        spans = [
-            _run(program, many, args) - _run(program, few, args) for _ in range(REPEATS)
-        ]
-        return statistics.median(spans) / (many - few)
+        return Turns(lambda number: _run(program, number, args), many // 4, many)
 
     def _compiled(self, trial: Trial) -> Any:
         best = in_best_form(trial.function, self._mesh)

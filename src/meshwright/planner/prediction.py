@@ -1,5 +1,6 @@
 """How long a step of a plan takes: kernels, collectives, the bubble of a pipeline."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,8 +22,8 @@ import numpy as np
 
 Array = np.ndarray
 
-STRETCH = 0.3
-"""About so many seconds of steps are dispatched together by `fit`."""
+GATHERS_OF_STATISTICS = 7 / 2
+"""For each sum of BatchNorm's, where `fsdp` divides it; counted in XLA's programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,8 @@ class Predictor:
             return self._pipeline(plan, batch_size)
         samples = _samples(plan, batch_size, plan.accumulate)
         crowd = self._crowd(plan)
-        work = self._seconds(plan.precision, plan.remat, plan.tensor, samples, crowd)
+        key = (plan.precision, plan.remat, plan.tensor, samples, crowd)
+        work = self._seconds(*key, plan.fsdp)
         adding = self._adding(plan, plan.accumulate)
         prediction = Prediction(
             parts={
@@ -113,7 +115,8 @@ class Predictor:
             needs = self.work.memory.estimate(plan, batch_size)
             made = needs.activations + needs.temporaries + needs.gradients
             once += self.speed.fresh * made * self._crowd(plan)
-        together = max(1, round(STRETCH / max(prediction.seconds, 1e-9)))
+        cores = os.cpu_count() if self.machine.kind == "CPU" else None
+        together = self.work.num_together(batch_size, cores)
         parts = {**prediction.parts, "overhead": once / together}
         return replace(prediction, parts=parts)
 
@@ -129,14 +132,16 @@ class Predictor:
         remat: bool,
         tensor: int,
         samples: float,
-        crowd: int = 1,
+        crowd: int,
+        shards: int,
     ) -> _Work:
         costs = self._costs(precision, remat)
         if tensor > 1:
             split = self._split(precision, remat, tensor)
-            each = costs.seconds(samples, split.divided_kernels, tensor)
+            divided = split.divided_kernels
+            each = costs.seconds(samples, divided, tensor, crowd, shards)
         else:
-            each = costs.seconds(samples)
+            each = costs.seconds(samples, crowd=crowd, shards=shards)
         if crowd > 1:
             each = each * costs.crowd_ratios(each, crowd)
         layers = self._layers(precision, remat)
@@ -168,12 +173,26 @@ class Predictor:
         shard = held / plan.fsdp
         fsdp = Group(plan.fsdp, inner)
         data = Group(plan.data, inner * plan.fsdp)
-        times = 2 if plan.remat else 1
         return (
-            times * self._links.all_gather(held, fsdp)
+            self._gathers(plan, held, fsdp)
             + self._links.reduce_scatter(held, fsdp)
             + self._links.all_reduce(shard, data)
+            + self._links.waiting(Group(plan.num_replicas, inner))
         )
+
+    def _gathers(self, plan: Plan, held: float, group: Group) -> float:
+        """Seconds to make weights whole; with remat the backward pass does it again.
+
+        On CPUs they come one by one, and with them what is made of statistics.
+        """
+        times = 2 if plan.remat else 1
+        found = times * self._links.all_gather(held, group)
+        if self.machine.kind == "CPU" and group.size > 1:
+            sums = self._num_batch_sums(plan.precision, plan.remat)
+            number = times * self.work.num_weights / plan.stages
+            number += GATHERS_OF_STATISTICS * sums
+            found += number * self._links.waiting(group)
+        return found
 
     def _inside(self, plan: Plan, samples: float) -> float:
         """Sums inside of the model: of split products, and over the whole batch."""
@@ -185,18 +204,20 @@ class Predictor:
             for number in split.all_reduced:
                 num_bytes = buffers[number].bytes.at(samples)
                 total += self._links.all_reduce(num_bytes, group)
+                total += self._links.waiting(group)
         replicas = plan.data * plan.fsdp
         if replicas > 1:
             group = Group(replicas, plan.tensor)
             number = self._num_batch_sums(plan.precision, plan.remat)
-            total += number * self._links.all_reduce(1024, group)
+            each = self._links.all_reduce(1024, group) + self._links.waiting(group)
+            total += 2 * number * each
         return plan.accumulate * total
 
     def _pipeline(self, plan: Plan, batch_size: int) -> Prediction:
         assert plan.microbatches is not None
         samples = _samples(plan, batch_size, plan.microbatches)
         key = (plan.precision, plan.remat, plan.tensor, samples, self._crowd(plan))
-        work = self._seconds(*key)
+        work = self._seconds(*key, 1)
         cut = self._cut(*key, plan.num_pieces)
         share = work.forward / max(work.forward + work.backward, 1e-12)
         schedule = schedule_of(plan)
@@ -250,7 +271,7 @@ class Predictor:
         crowd: int,
         num_pieces: int,
     ) -> "_Cut":
-        work = self._seconds(precision, remat, tensor, samples, crowd)
+        work = self._seconds(precision, remat, tensor, samples, crowd, 1)
         crossing = self._layers(precision, remat).crossing
         scale = 1e12
         costs = [round(scale * each) for each in work.by_layer]

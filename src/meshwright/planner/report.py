@@ -158,7 +158,9 @@ class PlanReport:
         error = self.error_band
         sure = "their error is not known"
         if error is not None:
-            sure = f"they were off by {format_share(error)} where it was measured"
+            sure = (
+                f"nine of ten were within {format_share(error)} where it was measured"
+            )
         yield from indent(f"predictions: {self.source}; {sure}")
 
     def _table(self) -> list[str]:

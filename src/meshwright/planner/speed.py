@@ -68,6 +68,7 @@ class Speed:
         per_dear: Seconds for a number that takes many cycles, by operation.
         per_number: Seconds for a number that takes few.
         per_random: Seconds for a random number.
+        per_transposed: Seconds for a number that changes its place.
         per_summed: Seconds for a number that is summed up, by its type.
         kernel: Seconds that it takes to start a kernel.
         units: How many parts of a product a GPU computes at once; 0 of a CPU.
@@ -77,6 +78,7 @@ class Speed:
         fresh: Seconds for a byte of memory that is used for the first time.
         collectives: Timed collectives.
         crowding: Timed kernels of several devices that share the cores of a CPU.
+        in_context: How much longer kernels of a CPU take in a step than by themselves.
     """
 
     products: Sequence[ProductPoint] = ()
@@ -84,6 +86,7 @@ class Speed:
     per_dear: Mapping[str, float] = field(default_factory=dict)
     per_number: float = 0.0
     per_random: float = 0.0
+    per_transposed: float = 0.0
     per_summed: Mapping[str, float] = field(default_factory=dict)
     kernel: float = 0.0
     units: int = 0
@@ -93,6 +96,7 @@ class Speed:
     fresh: float = 0.0
     collectives: Sequence[CollectivePoint] = ()
     crowding: Sequence[CrowdPoint] = ()
+    in_context: Mapping[str, float] = field(default_factory=dict)
 
     def stream_seconds(self, num_bytes: Array) -> Array:
         """Seconds to read and write so many bytes, one entry for each kernel."""

@@ -27,7 +27,7 @@ import numpy as np
 FOLDER_VARIABLE = "MESHWRIGHT_CALIBRATION"
 """The environment variable that names the folder of measured speeds."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Speeds that were written down in another way are measured again."""
 
 _TYPICAL = {"CPU": "cpu.json", "GPU": "h200.json", "TPU": "h200.json"}
@@ -48,7 +48,7 @@ class KnownSpeed:
     source: str
     """In words."""
     error: float | None = None
-    """The error of predictions with it, where that was measured; a share."""
+    """The share that nine of ten predictions were within, where that was measured."""
 
 
 def known_speed(machine: Machine) -> KnownSpeed:
@@ -144,9 +144,10 @@ def load_speed(machine: Machine) -> KnownSpeed | None:
         speed = speed_from_json(record["speed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return KnownSpeed(
-        speed=speed, source=f"calibrated on this machine on {record['date']}"
-    )
+    source = f"calibrated on this machine on {record['date']}"
+    _, typical = _typical(machine.kind)
+    error = typical.get("calibrated_error")
+    return KnownSpeed(speed=speed, source=source, error=error)
 
 
 def _file(machine: Machine) -> Path:

@@ -16,6 +16,7 @@ from meshwright.models.training import (
     trace_loss,
     trace_training,
 )
+from meshwright.models.work import guess_seconds, steps_in_stretch
 from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.parallel.plan import Plan
 from meshwright.planner.memory import MemoryModel
@@ -103,6 +104,25 @@ class Workload:
         given = [buffer.given for buffer in self.kernels_for(None, False).buffers]
         return any(each is not None and each.kind == "state" for each in given)
 
+    def num_together(self, batch_size: int, cores: int | None) -> int:
+        """How many steps `fit` dispatches together, if there are as many.
+
+        Arguments:
+            batch_size: Samples of a step.
+            cores: Those of a CPU, or None for an accelerator.
+        """
+        kernels = self.kernels_for(None, False)
+        if cores and any(p.groups > 1 for k in kernels.kernels for p in k.products):
+            return 1
+        flops = _flops(kernels, batch_size)
+        seconds = guess_seconds(flops, len(kernels.kernels), cores)
+        return steps_in_stretch(seconds, on_cpu=cores is not None)
+
+    @cached_property
+    def num_weights(self) -> int:
+        """How many weights are trained."""
+        return len(self.weight_sizes)
+
     def weight_bytes(self, tensor: int) -> float:
         """Bytes of the weights that are trained, on a device of the axis `tensor`."""
         kernels = self.kernels_for(None, False)
@@ -120,9 +140,10 @@ class Workload:
         )
 
     def num_batch_sums(self, precision: str | None, remat: bool) -> int:
-        """Reductions over all samples inside of the model, as of BatchNorm.
+        """Reductions over all samples on the way forward, as of BatchNorm.
 
-        Those of gradients are made together, at the end.
+        There are as many on the way back; those of gradients of weights are made
+        together, at the end.
         """
         kernels = self.kernels_for(precision, remat)
         buffers = kernels.buffers
@@ -138,6 +159,15 @@ class Workload:
     def layers(self, precision: str | None, remat: bool) -> "Layers":
         """The same step, layer by layer."""
         return _layers(self.kernels_for, precision, remat)
+
+
+def _flops(kernels: Kernels, samples: int) -> float:
+    return sum(
+        k.times * _flops(k.inner, samples)
+        if k.inner is not None
+        else sum(p.flops(samples) for p in k.products)
+        for k in kernels.kernels
+    )
 
 
 @cache

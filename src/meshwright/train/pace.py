@@ -15,23 +15,12 @@ from meshwright.devices.device import Device
 from meshwright.devices.runtime import name_of, usable_devices
 from meshwright.devices.settings import current_settings
 from meshwright.devices.sizes import format_bytes
+from meshwright.models.work import MOST_STEPS, guess_seconds, steps_in_stretch
 from meshwright.parallel.mesh import STAGES
 from meshwright.train.listeners import Listeners
 from meshwright.train.traced_step import TracedStep
 
 from jax.sharding import Mesh
-
-STRETCH_SECONDS = 0.02
-STRETCH_SECONDS_ON_CPU = 1.0
-"""About how long steps that are dispatched together take.
-
-Long enough to hide what a dispatch costs, short enough for a progress bar to move and
-for Ctrl-C to be heard. On CPUs every program gets its memory anew from the operating
-system, page by page, which took 30 of 160 ms of a step of the reference CNN.
-"""
-
-MOST_STEPS = 512
-"""More of them gain nothing."""
 
 STACK_BYTES = 2**24
 """Batches from the host are dispatched together up to this size.
@@ -48,11 +37,6 @@ Those that are left at the end are dispatched one by one.
 SHARE_OF_GPU = 4
 SHARE_OF_HOST = 8
 """Arrays may take one part in so many of a device's memory."""
-
-CPU_FLOPS_PER_CORE = 2e10
-ACCELERATOR_FLOPS = 5e13
-SECONDS_PER_OPERATION = 1e-7
-"""Rough speeds: a guess that is wrong by a factor of five still does its work."""
 
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
@@ -234,20 +218,14 @@ class Pace:
             return 1, "loops have no fast code for convolutions in groups"
         if most <= 1:
             return 1, f"two batches have more than {format_bytes(STACK_BYTES)}"
-        seconds = seconds_of(work, self._cores if self._is_on_cpu else None)
-        longest = STRETCH_SECONDS_ON_CPU if self._is_on_cpu else STRETCH_SECONDS
-        wanted = min(max(round(longest / seconds), 1), most)
+        cores = self._cores if self._is_on_cpu else None
+        seconds = guess_seconds(work.flops, work.num_operations, cores)
+        wanted = steps_in_stretch(seconds, on_cpu=self._is_on_cpu, most=most)
         return wanted, f"one takes about {1000 * seconds:.2g} ms"
 
     def _say(self, length: int, why: str) -> None:
         together = "one by one" if length == 1 else f"{length} at a time"
         self.because["steps"] = f"Steps are dispatched {together}: {why}."
-
-
-def seconds_of(work: TracedStep, cores: int | None) -> float:
-    """A guess of the time that a step takes on so many cores, or on an accelerator."""
-    speed = CPU_FLOPS_PER_CORE * cores if cores else ACCELERATOR_FLOPS
-    return work.flops / speed + work.num_operations * SECONDS_PER_OPERATION
 
 
 def even_length(num_steps: int, wanted: int, num_stretches: int = 1) -> int:
