@@ -13,7 +13,12 @@
     ├── DataError                 (ValueError)    data that a model cannot be trained on
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
+    ├── CheckpointError           (RuntimeError)  checkpoints that cannot be used
+    ├── HangError                 (TimeoutError)  a run that does not go on
+    ├── NumericError              (ArithmeticError) a loss that is no finite number
     ├── PeerLostError             (TimeoutError)  a process that says nothing any more
+    ├── RendezvousError           (ConnectionError) processes that do not come together
+    ├── RunError                  (RuntimeError)  a run folder that cannot be used
     ├── PerReplicaError           (ValueError)    values of replicas that do not fit
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── ProfileError              (ValueError)    a model whose shapes are not known
@@ -23,6 +28,7 @@
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
     MeshwrightWarning             (UserWarning)
+    ├── CheckpointWarning                         a checkpoint that is lost or damaged
     ├── CompileCacheWarning                       compiled programs cannot be kept
     ├── PlacementWarning                          a device was replaced by another
     └── BatchWarning                              a batch leaves devices without work
@@ -157,10 +163,38 @@ class PlacementError(MeshwrightError, RuntimeError):
     """Work that cannot run with the model's layers where they were put."""
 
 
+class CheckpointError(MeshwrightError, RuntimeError):
+    """Checkpoints that cannot be written, read, or used for the model at hand."""
+
+    exit_code = 5
+
+
+class HangError(MeshwrightError, TimeoutError):
+    """A run in which a step, or something between steps, takes too long."""
+
+    exit_code = 7
+
+
+class NumericError(MeshwrightError, ArithmeticError):
+    """A loss or weights that are NaN or infinite."""
+
+    exit_code = 8
+
+
 class PeerLostError(MeshwrightError, TimeoutError):
     """A process of the run that was waited for and did not answer."""
 
     exit_code = 6
+
+
+class RendezvousError(MeshwrightError, ConnectionError):
+    """Processes or hosts of a run that do not come together, or do not agree."""
+
+    exit_code = 6
+
+
+class RunError(MeshwrightError, RuntimeError):
+    """A run folder that cannot be used, or a script that cannot be run in it."""
 
 
 class PerReplicaError(MeshwrightError, ValueError):
@@ -197,6 +231,10 @@ class UnsupportedVersionError(MeshwrightError, RuntimeError):
 
 class MeshwrightWarning(UserWarning):
     """Base of all warnings."""
+
+
+class CheckpointWarning(MeshwrightWarning):
+    """A checkpoint that could not be written, or is damaged; others are used."""
 
 
 class CompileCacheWarning(MeshwrightWarning):
