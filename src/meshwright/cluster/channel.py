@@ -40,9 +40,19 @@ class Channel:
             self._section = section
             self.say(section=section)
 
-    def finish_step(self, step: int) -> None:
-        """Says that a step was handed to the devices, counted over the whole run."""
-        self.say(step=step)
+    def finish_step(self, step: int, host: float = 0.0) -> None:
+        """Says that a step is done.
+
+        Arguments:
+            step: Its number, counted over the whole run.
+            host: Seconds that this host spent on its own for each step since the last
+                one that it told.
+        """
+        self.say(step=step, host=round(host, 6))
+
+    def live(self) -> None:
+        """Says that work goes on that no step counts."""
+        self.say(alive=True)
 
     def say(self, **facts: Any) -> None:
         """Says anything that fits into JSON."""

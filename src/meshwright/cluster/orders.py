@@ -44,6 +44,10 @@ class Orders:
     """What to do when the loss is not a finite number."""
     fault: str = ""
     """Faults to inject, as `MESHWRIGHT_FAULT` spells them."""
+    launched_at: float = 0.0
+    """When this launcher began, in seconds since the epoch."""
+    wall_before: float = 0.0
+    """Seconds that launchers of this run had lived before it."""
 
     @property
     def folder(self) -> Path:
