@@ -261,7 +261,7 @@ def test_scripts_see_their_own_arguments_and_folder_and_run_without_a_launcher(
     )
     link = tmp_path / "link"
     link.symlink_to(folder)
-    words = f"['--lr', '3', 'a b'] imported {link / 'script.py'}"
+    words = f"['--lr', '3', 'a b'] imported {folder / 'script.py'}"
     arguments = ["--lr", "3", "a b"]
     run = ["--run", "läufe/mein lauf"]
     said = Launcher(link, *run, "script.py", "--", *arguments).end(0)
@@ -274,6 +274,4 @@ def test_scripts_see_their_own_arguments_and_folder_and_run_without_a_launcher(
         text=True,
         check=True,
     )
-    assert alone.stdout.splitlines() == [
-        f"['--lr', '3', 'a b'] imported {folder / 'script.py'}"
-    ]
+    assert alone.stdout.splitlines() == [words]

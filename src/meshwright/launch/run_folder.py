@@ -180,7 +180,7 @@ def open_run(path: Path) -> RunFolder:
             raise
     except OSError as error:
         raise RunError(
-            f"The run folder {path} cannot be used: {error.strerror}.",
+            f"The run folder {path} cannot be used: {error.strerror} ({error.filename}).",
             "A run keeps its checkpoints, logs and events in a folder that it can make "
             "and write.",
             "Give another folder with --run DIR, or make this one yours.",
