@@ -74,6 +74,9 @@ def write_leaves(folder: Path, leaves: Mapping[str, Bytes]) -> None:
 class ArrayReader:
     """Reads the arrays of a checkpoint that was examined.
 
+    Attributes:
+        manifest: What it holds.
+
     Arguments:
         folder: The checkpoint.
         manifest: Its manifest.
@@ -81,7 +84,7 @@ class ArrayReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder.resolve()
-        self._manifest = manifest
+        self.manifest = manifest
         self._joined: dict[int, Bytes] = {}
 
     def read(self, entry: Entry) -> np.ndarray:
@@ -120,10 +123,10 @@ class ArrayReader:
     def _check_leaf(self, process: int, leaf: str) -> None:
         """Its header says the size that it has on the disk, so no more is allocated."""
         file = leaf_file(process, leaf)
-        size = self._manifest.files[file].size
+        size = self.manifest.files[file].size
         folder = file.removesuffix("0")
         header = json.loads((self._folder / folder / ".zarray").read_bytes())
-        others = [n for n in self._manifest.files if n.startswith(folder)]
+        others = [n for n in self.manifest.files if n.startswith(folder)]
         wanted = {"shape": [size], "chunks": [size], **_PLAIN}
         if not wanted.items() <= dict(header).items() or len(others) != 2:
             raise DamageError(f"{folder}.zarray", "is not that of plain bytes")
