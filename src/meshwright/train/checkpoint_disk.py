@@ -13,7 +13,7 @@ RULE = (
     "on."
 )
 
-_IN_TENSORSTORE = re.compile(r"OS error (\d+)")
+_IN_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
 _SPACE = {errno.ENOSPC, errno.EDQUOT}
 _RIGHTS = {errno.EROFS, errno.EACCES, errno.EPERM}
 
@@ -27,7 +27,6 @@ def check_room(folder: Path, num_bytes: int, num_files: int) -> None:
         num_files: How many files and folders it has.
     """
     found = os.statvfs(_nearest(folder))
-    num_bytes += num_files * found.f_frsize
     if found.f_bavail * found.f_frsize < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     # Some file systems count no inodes.

@@ -179,8 +179,9 @@ class Manifest:
             is_whole = False
         if not is_whole:
             raise DamageError(MANIFEST, "does not have the digest that it was given")
-        if content.get("format") != FORMAT:
-            raise OtherFormatError(content.get("format"))
+        version = content.get("format") if isinstance(content, dict) else None
+        if version != FORMAT:
+            raise OtherFormatError(version)
         try:
             return _manifest(content)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):

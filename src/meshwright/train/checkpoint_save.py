@@ -35,6 +35,7 @@ from meshwright.train.checkpoint_versions import versions
 
 _TOPIC = "checkpoint/save"
 _PATIENCE_SECONDS = 10.0
+_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,24 @@ class Save:
     def _temporary(self) -> Path:
         return self.folder / f"{SAVING}{self.step}"
 
+    @property
+    def needed(self) -> int:
+        """The bytes that it takes on a disk, about."""
+        return self.num_bytes + len(self.facts) + self._num_files * _BLOCK
+
+    @property
+    def _num_files(self) -> int:
+        """With folders; as if all processes wrote as many as this one."""
+        return 5 + process_count() * (2 + 3 * len(self.copies.leaves))
+
     def _explain(self, error: Exception) -> CheckpointError:
-        return explain(error, self.step, self.folder, self.num_bytes)
+        return explain(error, self.step, self.folder, self.needed)
 
     def _begin(self) -> str:
         """Makes the folder to write into, after a look at the room for it."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tidy(self.folder)
-        num_files = 8 + process_count() * (3 + 3 * len(self.copies.leaves))
-        check_room(self.folder, self.num_bytes, num_files)
+        check_room(self.folder, self.needed, self._num_files)
         self._temporary.mkdir(mode=0o700)
         (self._temporary / ARRAYS).mkdir(mode=0o700)
         return self._temporary.name

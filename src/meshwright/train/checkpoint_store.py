@@ -231,7 +231,7 @@ class CheckpointStore:
             size = save.write()
             self._failure = None
         except Exception as error:
-            self._failure = explain(error, save.step, save.folder, save.num_bytes)
+            self._failure = explain(error, save.step, save.folder, save.needed)
             self._warnings.append(str(self._failure))
             self._tell(Outcome("failed", save.step, self._failure.received))
             return
