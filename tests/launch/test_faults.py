@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
+from meshwright.launch import supervisor
 from meshwright.launch.watch import Limits
 
 import pytest
@@ -14,6 +15,12 @@ from staged_workers import END, is_alive, play
 Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def restarts_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.02)
+
 
 STEPS = """
 say(resumed=0 if attempt == 0 else 20)
@@ -174,7 +181,8 @@ def test_a_worker_that_holds_the_interpreter_s_lock_is_found_from_outside(
 import ctypes
 say(section="step")
 if attempt == 0 and rank == 0:
-    ctypes.PyDLL(None).sleep(1000)
+    ctypes.PyDLL(None).sleep(1000)  # the signal for the stacks wakes it up
+    say(section="end")
 if attempt == 0:
     wait_for_others()
 """
@@ -186,6 +194,7 @@ if attempt == 0:
     (failed,) = done.events("failed")
     assert failed["rank"] == 0
     assert failed["kind"] == "hang"
+    assert "did not go on in its first step" in str(failed["received"])
 
 
 def test_of_a_worker_that_cannot_write_its_stacks_the_system_is_asked(
@@ -227,17 +236,17 @@ def test_sections_have_limits_of_their_own_and_signs_of_life_count(
         tmp_path,
         """
 say(section="compile")
-time.sleep(0.8)
+time.sleep(0.5)
 say(section="step")
 for _ in range(4):
     say(alive=True)
-    time.sleep(0.3)
+    time.sleep(0.15)
 say(section="script")
-time.sleep(0.8)
+time.sleep(0.5)
 """
         + END,
         world=1,
-        limits=Limits(step=0.6, compile=5),
+        limits=Limits(step=0.4, compile=5),
     )
     assert done.outcome.how == "finished"
 
