@@ -116,13 +116,16 @@ class Attempt:
         poll.poll(_TICK_SECONDS * 1000)
         self._stop.drain()
         self._folder.beat()
+        self._take_events()
+        self._forgive_own_absence()
+
+    def _forgive_own_absence(self) -> None:
         now = time.monotonic()
         gap = now - self._looked_at - _TICK_SECONDS
         self._looked_at = now
         if gap > _GAP_SECONDS:
             for member in self._members.values():
-                member.seen_at += gap
-        self._take_events()
+                member.seen_at = min(member.seen_at + gap, now)
 
     def _take_events(self) -> None:
         for crew in self._crews:

@@ -113,6 +113,7 @@ class Supervisor:
                 crew.close()
 
     def _attempt(self) -> Ending:
+        self._folder.check_is_there()
         attempt = Attempt(
             self._crews,
             self._orders_of_attempt(),
