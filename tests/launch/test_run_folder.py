@@ -77,7 +77,8 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         open_run(tmp_path / "file" / "run")
     assert str(caught.value).splitlines() == [
-        f"The run folder {tmp_path}/file/run cannot be used: File exists ({tmp_path}/file).",
+        f"The run folder {tmp_path}/file/run cannot be used: File exists "
+        f"({tmp_path}/file).",
         "A run keeps its checkpoints, logs and events in a folder that it can make and "
         "write.",
         "Give another folder with --run DIR, or make this one yours.",

@@ -177,8 +177,9 @@ def _words_of_signal(member: Member, number: int) -> str:
     if number == signal.SIGKILL and _lacked_memory(member):
         words += ", probably out of memory"
     if member.memory:
-        of = format_bytes(member.memory_of_host) if member.memory_of_host else "unknown"
-        words += f"; it held {format_bytes(member.memory)} at most, its host has {of}"
+        words += f"; it held {format_bytes(member.memory)} at most"
+    if member.memory and member.memory_of_host:
+        words += f", its host has {format_bytes(member.memory_of_host)}"
     return f"{words}."
 
 
