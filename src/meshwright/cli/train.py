@@ -11,7 +11,7 @@ from meshwright.cluster.orders import OnNan
 from meshwright.launch.console import Console
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.supervisor import Outcome
-from meshwright.launch.training import Resume, Training
+from meshwright.launch.training import SAVE_MINUTES, Resume, Training
 from meshwright.launch.training import train as run_training
 from meshwright.launch.watch import STEP_SECONDS, Limits
 
@@ -63,7 +63,7 @@ class _TrainCommand(click.Command):
     "--save-minutes",
     type=click.FloatRange(min=0, min_open=True),
     callback=_finite,
-    help="Save after so many minutes.",
+    help=f"Save after so many minutes; {SAVE_MINUTES:g} if nothing is said.",
 )
 @click.option(
     "--keep",

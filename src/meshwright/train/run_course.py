@@ -248,13 +248,13 @@ class RunCourse(Course):
         self._channel.enter("script")
 
     def _mark(self) -> None:
-        self._marked_at = time.monotonic()
+        self._marked_at = self._dispatched_at = time.monotonic()
         self._num_compiled = self._channel.visits["compile"]
 
     def _count_time(self) -> None:
-        """Counts the time since the mark as that of steps, unless one was compiled."""
+        """Counts the time since the dispatch as useful, unless something compiled."""
         if self._channel.visits["compile"] == self._num_compiled:
-            self._run.useful_seconds += time.monotonic() - self._marked_at
+            self._run.useful_seconds += time.monotonic() - self._dispatched_at
         self._mark()
 
     def _settle(self) -> None:
@@ -290,6 +290,7 @@ class RunCourse(Course):
             "Look at the data of that step, lower the learning rate or clip gradients. "
             "--on-nan rollback tries again from the checkpoint, --on-nan skip leaves "
             "such steps out.",
+            step=step,
         )
 
     def _refuse_failed_save(self) -> None:
