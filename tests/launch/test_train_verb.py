@@ -402,3 +402,15 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_program_that_a_script_starts_is_no_worker_of_the_run(tmp_path: Path) -> None:
+    source = (
+        "import os, subprocess, sys\n"
+        "from meshwright.cluster.orders import current_orders\n"
+        "print('worker', current_orders() is not None, flush=True)\n"
+        "words = 'import os; print(os.environ.get(\"MESHWRIGHT_ORDERS\"))'\n"
+        "subprocess.run([sys.executable, '-c', words], check=True)"
+    )
+    with launch(tmp_path, source) as launcher:
+        assert "\nworker True\nNone\n" in launcher.end(0)

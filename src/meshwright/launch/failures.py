@@ -120,7 +120,6 @@ def failure_of_hang(
         rank=member.rank,
         host=member.host,
         step=member.step,
-        tail=tuple(member.tail),
     )
 
 

@@ -156,10 +156,8 @@ class Supervisor:
         if not self._may_pass(failure) or len(self._failures) > self._budget:
             return None
         delay = delay_before(len(self._failures))
-        saved = "the start" if self._saved is None else f"step {self._saved}"
         self._console.warn(
-            f"restart {len(self._failures)} of {self._budget} in {delay:.1f} s, "
-            f"from {saved}"
+            f"restart {len(self._failures)} of {self._budget} in {delay:.1f} s"
         )
         self._folder.note("restart", attempt=self._attempts + 1, delay=delay)
         return delay
