@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -414,3 +415,14 @@ def test_a_program_that_a_script_starts_is_no_worker_of_the_run(tmp_path: Path) 
     )
     with launch(tmp_path, source) as launcher:
         assert "\nworker True\nNone\n" in launcher.end(0)
+
+
+def test_a_run_that_was_begun_anew_is_gone_on_with_where_it_is(tmp_path: Path) -> None:
+    with launch(tmp_path, "import sys; sys.exit(75)", "--resume", "never") as launcher:
+        said = launcher.end(75)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
+    assert said.splitlines()[-1] == (
+        "meshwright: to go on: meshwright train --resume never script.py "
+        f"--run {folder} --resume auto"
+    )

@@ -67,7 +67,7 @@ class Supervisor:
     Arguments:
         crews: The workers, by host.
         orders: What all processes are told; each gets its own rank.
-        on_nan: Whether a loss that is not finite is a reason to go back.
+        restarts: How many failures in a row are followed by another attempt.
     """
 
     def __init__(
