@@ -190,7 +190,27 @@ def pipeline(is_short: bool) -> list[Comparison]:
     return found
 
 
+def checkpoints(is_short: bool) -> list[Comparison]:
+    """What a save per 20 steps costs: 3 minutes."""
+    sizes = ["--job", "cnn", "--samples", "512" if is_short else "10240"]
+    contenders = [
+        Contender(
+            name=name,
+            script="saved_steps.py",
+            arguments=[*sizes, *more],
+            environment=CPU,
+        )
+        for name, more in (
+            ("without saves", []),
+            ("a save per 20 steps", ["--save-every", "20"]),
+        )
+    ]
+    bar = Bar(ours="a save per 20 steps", theirs="without saves", speedup=0.99)
+    return [Comparison(name="reference CNN", contenders=contenders, bars=[bar])]
+
+
 SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
+    "checkpoints": checkpoints,
     "devices": devices,
     "start": start_up,
     "fit": fits,
