@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, CheckpointWarning
 from meshwright.train import checkpoint_manifest, checkpoint_save, checkpoint_store
+from meshwright.train.checkpoint_arrays import copy_arrays
 from meshwright.train.checkpoint_store import CheckpointStore, Outcome
 from meshwright.train.checkpoint_versions import versions
 
@@ -114,6 +115,14 @@ def test_what_is_saved_may_be_donated_at_once(store: CheckpointStore) -> None:
         for name, array in restored.items():
             assert np.asarray(array).all(), (step, name)
         arrays = {name: array + 1 for name, array in changed.items()}
+
+
+def test_copies_share_no_memory_with_what_was_copied() -> None:
+    arrays = {"small": jnp.ones(1000), "large": jnp.ones(1 << 20)}
+    copies = copy_arrays(arrays, {}, 0)
+    for leaf in copies.leaves.values():
+        for array in arrays.values():
+            assert not np.shares_memory(leaf, np.asarray(array))
 
 
 def test_saves_are_told_from_their_thread(tmp_path: Path) -> None:
@@ -359,7 +368,7 @@ def test_a_script_that_ends_during_a_save_completes_it(
         "import jax.numpy as jnp\n"
         "from meshwright.train.checkpoint_store import CheckpointStore, Snapshot\n"
         "store = CheckpointStore(Path('checkpoints'))\n"
-        "arrays = {'large': jnp.ones(1 << 24)}\n"
+        "arrays = {f'large_{i}': jnp.ones(1 << 22) for i in range(5)}\n"
         "store.save(Snapshot(1, arrays, {}, {}))\n"
     )
     assert names_in(tmp_path / "checkpoints") == ["1"]
