@@ -1,7 +1,9 @@
 """Contender: training steps over a mesh of one device, with or without checkpoints.
 
 With `--save-every`, a save begins at the first step and after every so many, and the
-last one is waited for: what it costs is in the time of the steps.
+last one is waited for: what it costs is in the time of the steps. With `--alone` there
+are no steps, and the seconds are those of the processor that a save takes, before it
+returns and beside the training.
 """
 
 import tempfile
@@ -22,6 +24,7 @@ def main() -> None:
     """Runs the job's steps on one batch, again and again."""
     parser = arguments(__doc__)
     parser.add_argument("--save-every", type=int, default=0, help="steps; 0 is never")
+    parser.add_argument("--alone", action="store_true", help="saves, and no steps")
     options = parser.parse_args()
     job = job_of(options)
     x, y = load(job, options.data)
@@ -58,6 +61,16 @@ def main() -> None:
         assert store.failure is None
         return {"loss": float(logs["loss"]), "blocked_seconds": blocked}
 
+    def save_alone() -> dict[str, Any]:
+        began = time.process_time()
+        save()
+        store.wait()
+        assert store.failure is None
+        return {"seconds": time.process_time() - began}
+
+    if options.alone:
+        serve(save_alone, steps=1, device=jax.devices()[0].device_kind)
+        return
     serve(repeat, steps=job.steps, device=jax.devices()[0].device_kind)
 
 

@@ -301,6 +301,17 @@ def test_another_format_is_refused_and_not_passed_over(
     ]
 
 
+def test_checkpoints_of_another_format_are_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    monkeypatch.setattr(checkpoint_manifest, "FORMAT", 2)
+    save(store, 1)
+    monkeypatch.undo()
+    save(store, 2, 3)
+    assert names_in(tmp_path) == ["1", "3"]
+
+
 def test_the_newest_is_damaged_and_the_one_before_is_used_loudly(
     tmp_path: Path,
 ) -> None:
