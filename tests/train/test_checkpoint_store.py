@@ -117,6 +117,23 @@ def test_what_is_saved_may_be_donated_at_once(store: CheckpointStore) -> None:
         arrays = {name: array + 1 for name, array in changed.items()}
 
 
+@pytest.mark.parametrize("spec", [(), ("axis",)], ids=["copies", "rows"])
+def test_what_is_restored_may_be_donated(store: CheckpointStore, spec: Any) -> None:
+    values = np.arange(1 << 20, dtype=np.float32)
+    arrays = {
+        "small": jax.device_put(values[:64], sharding(8, *spec)),
+        "large": jax.device_put(values, sharding(8, *spec)),
+    }
+    store.save(snapshot(1, arrays))
+    change = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
+    restored = store.restore(found(store), targets(arrays))
+    for name, array in restored.items():
+        changed = change(change(array))
+        for shard in changed.addressable_shards:
+            wanted = np.asarray(arrays[name])[shard.index] * 4 + 3
+            np.testing.assert_array_equal(shard.data, wanted, name)
+
+
 def test_copies_share_no_memory_with_what_was_copied() -> None:
     arrays = {"small": jnp.ones(1000), "large": jnp.ones(1 << 20)}
     copies = copy_arrays(arrays, {}, 0)
