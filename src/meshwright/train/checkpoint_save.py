@@ -102,7 +102,7 @@ class Save:
         """Writes the part of this process; returns what it consists of."""
         own = f"{ARRAYS}/{process_index()}"
         folder = self.folder / name / own
-        _when_visible(lambda: folder.mkdir(mode=0o700))
+        when_visible(lambda: folder.mkdir(mode=0o700))
         if self.copies.leaves:
             write_leaves(folder, self.copies.leaves)
         for leaf in self.copies.leaves:
@@ -156,7 +156,7 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Entry]:
     return merged
 
 
-def _when_visible(act: Callable[[], None]) -> None:
+def when_visible(act: Callable[[], None]) -> None:
     """Does something in a folder that another host has made, when it is seen here."""
     deadline = time.monotonic() + _PATIENCE_SECONDS * (process_count() > 1)
     while True:
