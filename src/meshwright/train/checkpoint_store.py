@@ -189,6 +189,15 @@ class CheckpointStore:
             "Bring back the files of one, or begin another run in another folder.",
         )
 
+    def find_where(
+        self, is_wanted: Callable[[Mapping[str, Any]], bool]
+    ) -> Found | None:
+        """The newest good checkpoint with such facts; None without any."""
+        self.wait()
+        steps = json.loads(first_does("checkpoint/steps", self._list, self._unreadable))
+        good = (self._open(step) for step in steps if self._damage(step) is None)
+        return next((found for found in good if is_wanted(found.facts)), None)
+
     def restore(
         self, found: Found, targets: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
