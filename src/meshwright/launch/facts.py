@@ -1,0 +1,204 @@
+"""What must be the same on all hosts of a run, and how they differ in it."""
+
+import hashlib
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwright import __version__
+from meshwright.devices.discovery import list_devices
+from meshwright.devices.settings import current_settings
+from meshwright.errors import RendezvousError
+
+_PACKAGES = ("keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
+_SKEW_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """One launcher of a run, as the others need to know it."""
+
+    host: str
+    """The name of its host."""
+    task: int
+    """Its number, from 0."""
+    tasks: int
+    """How many launchers it thinks there are."""
+    processes: int
+    """How many workers it starts."""
+    script: str
+    """The file name and digest of the script."""
+    arguments: tuple[str, ...]
+    """What the script and the run are given."""
+    versions: Mapping[str, str]
+    """Of Python and the packages that matter."""
+    devices: str
+    """How many of which kind its workers have."""
+    hidden: str | None = None
+    """CUDA_VISIBLE_DEVICES, if it is set."""
+    folder: str | None = None
+    """What marks the run folder that it sees."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Facts":
+        """Those of `to_json`."""
+        return cls(**{**values, "arguments": tuple(values["arguments"])})
+
+
+def read_facts(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    host: str,
+    task: int,
+    tasks: int,
+    processes: int,
+    folder: str | None = None,
+) -> Facts:
+    """The facts of this process; starts no device."""
+    return Facts(
+        host=host,
+        task=task,
+        tasks=tasks,
+        processes=processes,
+        script=_digest(script),
+        arguments=tuple(arguments),
+        versions=_versions(),
+        devices=_devices(),
+        hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        folder=folder,
+    )
+
+
+def check_same(all_facts: Sequence[Facts]) -> None:
+    """Raises an error that says how hosts differ, if they do."""
+    differences = find_differences(all_facts)
+    if not differences:
+        return
+    raise RendezvousError(
+        f"The hosts of the run differ: {'; '.join(differences)}.",
+        "All hosts run the same script with the same arguments and packages, on as "
+        "many devices of the same kind.",
+        _advice(differences, all_facts),
+    )
+
+
+def find_differences(all_facts: Sequence[Facts]) -> list[str]:
+    """How hosts differ, one line for each thing that is not the same.
+
+    >>> here = read_facts(Path("no.py"), [], host="a", task=0, tasks=2, processes=1)
+    >>> there = Facts(**{**here.to_json(), "host": "b", "task": 1, "tasks": 3})
+    >>> find_differences([here, there])
+    ['number of launchers 2 on a, 3 on b']
+    """
+    names = names_of(all_facts)
+    found = []
+    for thing in _things(all_facts):
+        holders: dict[str, list[str]] = {}
+        for facts, name in zip(all_facts, names, strict=True):
+            holders.setdefault(_value(facts, thing), []).append(name)
+        if len(holders) > 1:
+            each = (f"{value} on {', '.join(who)}" for value, who in holders.items())
+            found.append(f"{thing} {', '.join(each)}")
+    return found
+
+
+def names_of(all_facts: Sequence[Facts]) -> list[str]:
+    """What to call the launchers: by host, and by task where a host has several."""
+    times = Counter(facts.host for facts in all_facts)
+    return [
+        facts.host if times[facts.host] == 1 else f"{facts.host} (task {facts.task})"
+        for facts in all_facts
+    ]
+
+
+def describe_skew(name: str, seconds: float, uncertain: float) -> str | None:
+    """A notice, if the clock of a host is not that of the launcher's.
+
+    >>> describe_skew("b", -90.04, 0.01)
+    'the clock of b is 90.0 s behind; times in logs of b are those of its clock'
+    """
+    if abs(seconds) - uncertain <= _SKEW_SECONDS:
+        return None
+    way = "ahead" if seconds > 0 else "behind"
+    return (
+        f"the clock of {name} is {abs(seconds):.1f} s {way}; times in logs of {name} "
+        "are those of its clock"
+    )
+
+
+def _things(all_facts: Sequence[Facts]) -> list[str]:
+    packages = {name: None for facts in all_facts for name in facts.versions}
+    ours = ("number of launchers", "workers", "script", "arguments")
+    return [*ours, *packages, "devices", "run folder"]
+
+
+def _value(facts: Facts, thing: str) -> str:
+    if thing in facts.versions:
+        return facts.versions[thing]
+    hides = facts.hidden is not None and "GPU" not in facts.devices
+    because = f" (CUDA_VISIBLE_DEVICES={facts.hidden!r})" if hides else ""
+    return {
+        "number of launchers": str(facts.tasks),
+        "workers": str(facts.processes),
+        "script": facts.script,
+        "arguments": " ".join(facts.arguments) or "none",
+        "devices": f"{facts.devices}{because}",
+        "run folder": facts.folder or "not there",
+    }.get(thing, "none")
+
+
+def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
+    about = {difference.split()[0] for difference in differences}
+    parts = []
+    if about & {"number", "workers", "arguments"}:
+        parts.append("start all of them with the same command")
+    if "script" in about:
+        parts.append("copy the script to all hosts, or put it on a shared disk")
+    if about - {"number", "workers", "arguments", "script", "devices", "run"}:
+        parts.append("install the same packages on all hosts")
+    if "devices" in about:
+        hidden = any(facts.hidden == "" for facts in all_facts)
+        parts.append(
+            "unset CUDA_VISIBLE_DEVICES where it is empty"
+            if hidden
+            else "leave out the hosts that differ, or hide devices on the others"
+        )
+    if "run" in about:
+        parts.append("put the run folder on a disk that all hosts share")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _digest(script: Path) -> str:
+    try:
+        return f"{script.name} ({hashlib.sha256(script.read_bytes()).hexdigest()[:12]})"
+    except OSError as error:
+        return f"{script.name} ({error.strerror})"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "meshwright": __version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _devices() -> str:
+    """Accelerators by model; CPUs only where there are no others."""
+    listed = list_devices(current_settings())
+    accelerators = [f"{d.kind} {d.model}" for d in listed if d.kind != "CPU"]
+    counts = Counter(accelerators or [d.kind for d in listed])
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
