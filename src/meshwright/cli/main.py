@@ -7,7 +7,9 @@ from meshwright import __version__
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
+from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
+from meshwright.cli.train import train
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
@@ -22,7 +24,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (demo, devices, doctor, plan):
+for _verb in (demo, devices, doctor, plan, train):
     cli.add_command(_verb)
 
 
@@ -60,7 +62,7 @@ def _run(arguments: list[str]) -> int:
 def _explain(received: str, rule: str, change: str, arguments: list[str]) -> None:
     if "--debug" in arguments:
         traceback.print_exc()
-    click.echo(f"error: {received}\nrule: {rule}\nfix: {change}", err=True)
+    explain(received, rule, change)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A worker printed a line."""
+    """A worker printed something."""
 
     rank: int
     stream: Stream
     line: str
+    """A line with its end, a line feed or a carriage return; without one if the worker
+    has not gone on for a while, or if the line is a very long one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class Ended:
     """Its exit status; negative for the signal that ended it, as in `subprocess`."""
     memory: int
     """The most bytes that it was seen to hold."""
+    memory_of_host: int = 0
+    """What its host has, or its control group may use; 0 if that is not known."""
+    killed_for_memory: bool = False
+    """Whether the system ended a process for lack of memory since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,13 @@ class Crew(Protocol):
         """What the system says of a worker: 'running', 'stopped', 'gone', ..."""
 
     def stacks_of(self, rank: int) -> str:
-        """What the worker has written of its stacks, newest dump only."""
+        """What the worker wrote of its stacks after the newest SIGUSR1.
+
+        If it could not, what the system says about where it is.
+        """
+
+    def kill(self) -> None:
+        """Kills what lives, with all that it has started; `start` may come again."""
 
     def close(self) -> None:
-        """Kills what lives, with everything that it has started."""
+        """Kills what lives, and lets go of the host."""

@@ -22,10 +22,9 @@ class LoopbackResult:
     detail: str
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of an address of this host that nobody uses now."""
+    with socket.create_server((address, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
