@@ -17,10 +17,11 @@ from meshwright.launch.facts import Facts, find_differences, names_of, read_fact
 from meshwright.launch.handshake import Keys, Refused, admit, introduce
 from meshwright.launch.interfaces import (
     VARIABLE,
+    address_of_head,
     address_of_interface,
     address_towards,
+    address_towards_host,
     check_may_listen,
-    chosen_address,
     find_address,
 )
 from meshwright.launch.line import Line
@@ -151,11 +152,6 @@ def test_a_wrong_number_of_launchers_is_told(late: Facts, received: str) -> None
             {"arguments": ("--epochs", "4")},
             "arguments --epochs 3 on a, --epochs 4 on b",
             "Start all of them with the same command.",
-        ),
-        (
-            {"folder": "x"},
-            "run folder not there on a, x on b",
-            "Put the run folder on a disk that all hosts share.",
         ),
         # faults.md row 19
         (
@@ -490,16 +486,17 @@ def test_a_launcher_listens_on_every_interface_only_if_it_is_asked_to(
     assert check_may_listen(address, allow_public_bind=True) == address
     monkeypatch.setenv(VARIABLE, address or EVERY)
     with pytest.raises(RendezvousError, match="every interface"):
-        chosen_address("127.0.0.2")
+        address_towards_host("127.0.0.2")
 
 
 def test_the_address_is_that_of_the_chosen_interface_or_of_the_way_to_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert chosen_address("127.0.0.5") == address_towards("127.0.0.5")
+    assert address_towards_host("me@127.0.0.5") == address_towards("127.0.0.5")
     monkeypatch.setenv(VARIABLE, "lo")
-    assert chosen_address(None) == "127.0.0.1"
+    assert address_of_head("anybody") == "127.0.0.1"
+    assert address_towards_host("anybody") == "127.0.0.1"
     assert address_of_interface("127.0.0.7") == "127.0.0.7"
     with pytest.raises(RendezvousError) as caught:
         address_of_interface("eth99")

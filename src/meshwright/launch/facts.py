@@ -42,7 +42,7 @@ class Facts:
     hidden: str | None = None
     """CUDA_VISIBLE_DEVICES, if it is set."""
     folder: str | None = None
-    """What marks the run folder that it sees."""
+    """Which launch the run folder that it sees belongs to."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -139,7 +139,7 @@ def describe_skew(name: str, seconds: float, uncertain: float) -> str | None:
 def _things(all_facts: Sequence[Facts]) -> list[str]:
     packages = {name: None for facts in all_facts for name in facts.versions}
     ours = ("number of launchers", "workers", "script", "arguments")
-    return [*ours, *packages, "devices", "run folder"]
+    return [*ours, *packages, "devices"]
 
 
 def _value(facts: Facts, thing: str) -> str:
@@ -153,7 +153,6 @@ def _value(facts: Facts, thing: str) -> str:
         "script": facts.script,
         "arguments": " ".join(facts.arguments) or "none",
         "devices": f"{facts.devices}{because}",
-        "run folder": facts.folder or "not there",
     }.get(thing, "none")
 
 
@@ -164,7 +163,7 @@ def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
         parts.append("start all of them with the same command")
     if "script" in about:
         parts.append("copy the script to all hosts, or put it on a shared disk")
-    if about - {"number", "workers", "arguments", "script", "devices", "run"}:
+    if about - {"number", "workers", "arguments", "script", "devices"}:
         parts.append("install the same packages on all hosts")
     if "devices" in about:
         hidden = any(facts.hidden == "" for facts in all_facts)
@@ -173,8 +172,6 @@ def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
             if hidden
             else "leave out the hosts that differ, or hide devices on the others"
         )
-    if "run" in about:
-        parts.append("put the run folder on a disk that all hosts share")
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 

@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 import threading
+from contextlib import suppress
 
 from meshwright.errors import RendezvousError
 
@@ -13,6 +14,7 @@ import psutil
 VARIABLE = "MESHWRIGHT_INTERFACE"
 """The environment variable that chooses an interface (`eth1`) or an address of it."""
 
+LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 5.0
 
 
@@ -70,12 +72,7 @@ def address_towards(address: str) -> str:
 def address_of_interface(text: str) -> str:
     """The address of an interface of this host, or the address itself if it is one."""
     found = psutil.net_if_addrs()
-    addresses = {
-        entry.address.partition("%")[0]
-        for entries in found.values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }
+    addresses = _addresses()
     if text in found:
         for family in (socket.AF_INET, socket.AF_INET6):
             for entry in found[text]:
@@ -103,21 +100,45 @@ def check_may_listen(address: str, *, allow_public_bind: bool = False) -> str:
     return address
 
 
-def chosen_address(peer: str | None, *, allow_public_bind: bool = False) -> str:
-    """Where this host listens for others of its run.
-
-    Arguments:
-        peer: The address of one of them, or None if no address is known yet.
-        allow_public_bind: Whether it may be every interface.
-    """
+def chosen_address() -> str | None:
+    """The address of the interface that the environment names, if it names one."""
     wanted = os.environ.get(VARIABLE)
-    if wanted:
-        address = address_of_interface(wanted)
-    elif peer is not None:
-        address = address_towards(peer)
-    else:
-        address = _own_address()
-    return check_may_listen(address, allow_public_bind=allow_public_bind)
+    return address_of_interface(wanted) if wanted else None
+
+
+def address_towards_host(host: str, *, allow_public_bind: bool = False) -> str:
+    """Where this host listens for another one, which ssh calls `host`."""
+    if chosen := chosen_address():
+        return check_may_listen(chosen, allow_public_bind=allow_public_bind)
+    try:
+        return address_towards(find_address(host.rpartition("@")[2]))
+    except RendezvousError:
+        return own_address()  # ssh may know it by a name of its own, or say why not
+
+
+def address_of_head(name: str | None, *, allow_public_bind: bool = False) -> str:
+    """Where this host listens for others, which may know it by a name."""
+    if chosen := chosen_address():
+        return check_may_listen(chosen, allow_public_bind=allow_public_bind)
+    try:
+        address = find_address(name) if name else ""
+    except RendezvousError:
+        address = ""
+    return address if address in _addresses() - {LOOPBACK} else own_address()
+
+
+def own_address() -> str:
+    """What the host's own name stands for, or else what leads out of it."""
+    try:
+        address = find_address(socket.gethostname())
+    except RendezvousError:
+        address = LOOPBACK
+    if not is_loopback(address):
+        return address
+    for route in ("192.0.2.1", "2001:db8::1"):  # reserved: nobody is there
+        with suppress(RendezvousError):
+            return address_towards(route)
+    return address
 
 
 def is_wildcard(text: str) -> bool:
@@ -145,17 +166,10 @@ def joined(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _own_address() -> str:
-    """What the host's own name stands for, or else what leads out of it."""
-    try:
-        address = find_address(socket.gethostname())
-    except RendezvousError:
-        address = "127.0.0.1"
-    if not is_loopback(address):
-        return address
-    for route in ("192.0.2.1", "2001:db8::1"):  # reserved: nobody is there
-        try:
-            return address_towards(route)
-        except RendezvousError:
-            continue
-    return address
+def _addresses() -> set[str]:
+    return {
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }

@@ -1,6 +1,6 @@
 """The connection between two launchers: signed messages, and a pulse.
 
-Both sides send something every second. Who hears nothing for five seconds, or
+Both sides send something every second. Who hears nothing for four seconds, or
 something that is not signed as it should be, has lost the other.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.launch.handshake import Keys
 
 BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 5.0
+SILENCE_SECONDS = 4.0
 
 _MOST_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("!I")
@@ -81,10 +81,16 @@ class Line:
             taken.append(self._received.popleft())
         return taken
 
+    def take_first(self) -> Message | None:
+        """The first of the messages, if there is one; the others stay."""
+        return self._received.popleft() if self._received else None
+
     def wait(self, seconds: float) -> None:
         """Waits until there may be something to take."""
         if not self._received and self._because is None:
             select.select([self], [], [], max(seconds, 0))
+            with suppress(OSError):
+                self._bell.recv(1)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message; nothing happens if the other side is lost."""
@@ -98,7 +104,7 @@ class Line:
             try:
                 self._connection.sendall(_LENGTH.pack(len(words)) + tag + words)
             except OSError as error:
-                self.lose(f"the connection broke: {error.strerror or error}")
+                self.lose(_explain(error))
 
     def close(self) -> None:
         """Hangs up."""
@@ -126,11 +132,11 @@ class Line:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while self._because is None:
-            until_beat = beaten + BEAT_SECONDS - time.monotonic()
-            if poll.poll(max(until_beat, 0) * 1000):
+            until = min(beaten + BEAT_SECONDS, heard + self._silence)
+            if poll.poll(max(until - time.monotonic(), 0) * 1000):
                 heard = time.monotonic()
                 self._read_some()
-            elif time.monotonic() - heard > self._silence:
+            elif time.monotonic() - heard >= self._silence:
                 self.lose(f"it said nothing for {self._silence:g} s")
             if time.monotonic() - beaten >= BEAT_SECONDS:
                 beaten = time.monotonic()
@@ -140,7 +146,7 @@ class Line:
         try:
             more = self._connection.recv(1 << 16)
         except OSError as error:
-            self.lose(f"the connection broke: {error.strerror or error}")
+            self.lose(_explain(error))
             return
         if not more:
             self.lose("it closed the connection")
@@ -171,6 +177,12 @@ class Line:
             self._received.append(message)
             self.ring()
         return True
+
+
+def _explain(error: OSError) -> str:
+    if isinstance(error, ConnectionError):
+        return "it closed the connection"
+    return f"the connection broke: {error.strerror or error}"
 
 
 def _sign(key: bytes, number: int, words: bytes) -> bytes:

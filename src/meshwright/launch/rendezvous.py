@@ -117,22 +117,27 @@ class Rendezvous:
                 self._log(notice)
         return found
 
-    def come_back(self, before: Arrival, seconds: float) -> Arrival:
-        """Waits for a launcher that was lost, after a new one of its number."""
+    def come_back(
+        self,
+        before: Arrival,
+        seconds: float,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Arrival:
+        """Waits until a launcher that was lost comes again, or one in its place."""
         task = before.facts.task
         deadline = time.monotonic() + seconds
-        with self._changed:
-            while (found := self._seats.get(task)) is None or found is before:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerLostError(
-                        f"Host {before.facts.host} was lost ({before.line.lost}), and "
-                        f"did not come back within {seconds:g} s.",
-                        "All hosts of a run go on together.",
-                        f"Look at {before.facts.host}; then start the run again: it "
-                        "goes on from its newest checkpoint.",
-                    )
-                self._changed.wait(left)
+        while (found := self._seats[task]) is before:
+            watch()
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"Host {before.facts.host} was lost ({before.line.lost}), and did "
+                    f"not come back within {seconds:g} s.",
+                    "All hosts of a run go on together.",
+                    f"Look at {before.facts.host}; then start the run again: it goes "
+                    "on from its newest checkpoint.",
+                )
+            with self._changed:
+                self._changed.wait(0.1)
         check_same([before.facts, found.facts])
         found.line.send({"welcome": True})
         return found
@@ -303,12 +308,11 @@ def _listen(address: str, port: int) -> socket.socket:
 def _hear(line: Line, address: str, began: float) -> Arrival:
     """What the launcher says of itself; it says that first."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (messages := line.take()):
+    while (words := line.take_first()) is None:
         if line.lost is not None or time.monotonic() > deadline:
             raise Refused(line.lost or "it did not say what it is")
         line.wait(deadline - time.monotonic())
     now = time.time()
-    (words,) = messages
     return Arrival(
         facts=Facts.from_json(words["facts"]),
         line=line,
