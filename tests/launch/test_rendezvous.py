@@ -162,7 +162,7 @@ def test_a_wrong_number_of_launchers_is_told(late: Facts, received: str) -> None
         (
             {"devices": "1 x CPU", "hidden": ""},
             "devices 8 x GPU H200 on a, 1 x CPU (CUDA_VISIBLE_DEVICES='') on b",
-            "Unset CUDA_VISIBLE_DEVICES where it is empty.",
+            "Unset CUDA_VISIBLE_DEVICES where it hides the GPUs.",
         ),
         ({"processes": 2}, "workers 1 on a, 2 on b", "Start all of them with the same"),
     ],

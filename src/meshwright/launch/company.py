@@ -35,6 +35,8 @@ RETURN_SECONDS = 60.0
 
 _PREEMPTED = 75
 _PAUSE_SECONDS = 0.5
+_END_SECONDS = 3.0
+"""How long agents that were sent home may take to end."""
 
 Log = Callable[[str], None]
 
@@ -46,6 +48,13 @@ class Company:
     crews: list[Crew]
     status: int = LOST
     """How the run has ended, which is the exit status of all launchers."""
+
+
+@contextmanager
+def company_of_one(job: Job) -> Iterator[Company]:
+    """The workers of this host alone."""
+    with _ending(Company([job.crew(0, LOOPBACK)])) as company:
+        yield company
 
 
 @contextmanager
@@ -72,7 +81,7 @@ def company_by_ssh(
     check_hosts(hosts)
     remote = {task: host for task, host in enumerate(hosts) if not _is_here(host)}
     if not remote:
-        with _ending(Company([job.crew(0, LOOPBACK)])) as company:
+        with company_of_one(job) as company:
             yield company
         return
     address = address_towards_host(
@@ -99,11 +108,13 @@ def company_by_ssh(
         def come_back(before: Arrival) -> Arrival:
             return _restart(rendezvous, before, agents, start, is_stopping)
 
-        def check_agents() -> None:
+        def watch() -> None:
+            _check_wanted(is_stopping)
             for agent in agents.values():
                 agent.check()
 
         agents: dict[int, SshAgent] = {}
+        patience = 0.0
         try:
             for task in remote:
                 agents[task] = start(task)
@@ -116,7 +127,7 @@ def company_by_ssh(
                 remote,
                 own[0] if own else None,
                 seconds=gather_seconds(),
-                watch=check_agents,
+                watch=watch,
             )
             _check_folder(arrivals, job, head.run, rendezvous)
             crews: dict[int, Crew] = {
@@ -124,11 +135,12 @@ def company_by_ssh(
             }
             for facts in own:
                 crews[facts.task] = job.crew(facts.task, rendezvous.host)
+            patience = _END_SECONDS
             with _ending(Company([crews[task] for task in sorted(crews)])) as company:
                 yield company
         finally:
             for agent in agents.values():
-                agent.close()
+                agent.close(patience)
 
 
 @contextmanager
@@ -149,7 +161,7 @@ def company_of_tasks(
 
         def come_back(before: Arrival) -> Arrival:
             return rendezvous.come_back(
-                before, RETURN_SECONDS, lambda: _stop_waiting(before, is_stopping)
+                before, RETURN_SECONDS, lambda: _check_wanted(is_stopping)
             )
 
         own = job.facts(host=head.host, task=0, tasks=task.count, folder=head.run)
@@ -157,6 +169,7 @@ def company_of_tasks(
             {number: f"task {number}" for number in range(1, task.count)},
             own,
             seconds=gather_seconds(),
+            watch=lambda: _check_wanted(is_stopping),
         )
         crews: list[Crew] = [job.crew(0, rendezvous.host)]
         crews += [RemoteCrew(arrival, come_back) for arrival in arrivals]
@@ -164,7 +177,7 @@ def company_of_tasks(
             yield company
 
 
-def follow(task: Task, job: Job) -> int:
+def follow_head(task: Task, job: Job) -> int:
     """As any other task of a scheduler, does what the launcher of task 0 says.
 
     Returns:
@@ -175,13 +188,13 @@ def follow(task: Task, job: Job) -> int:
         PeerLostError: It was there, is gone, and did not come back.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_PREEMPTED))
-    line = _go_to_head(task, job, time.monotonic() + gather_seconds())
+    line = _go_to_head(task, job, gather_seconds())
     crew = job.crew(task.number, line.address)
     try:
         while (status := serve(line, crew)) is None:
             because = line.lost
             try:
-                line = _go_to_head(task, job, time.monotonic() + RETURN_SECONDS)
+                line = _go_to_head(task, job, RETURN_SECONDS, again=True)
             except RendezvousError as error:
                 raise PeerLostError(
                     f"The launcher of task 0 was lost ({because}), and did not come "
@@ -238,12 +251,13 @@ def _ending(company: Company) -> Iterator[Company]:
                 crew.close()
 
 
-def _go_to_head(task: Task, job: Job, deadline: float) -> Line:
+def _go_to_head(task: Task, job: Job, seconds: float, *, again: bool = False) -> Line:
     """Finds the launcher of task 0, and joins it.
 
     What the run folder says may be what an earlier launch has left there, and a head
     may not have noticed yet that it has lost this task: it is tried again.
     """
+    deadline = time.monotonic() + seconds
     while True:
         head = wait_for_head(job.folder, deadline)
         facts = job.facts(
@@ -252,16 +266,17 @@ def _go_to_head(task: Task, job: Job, deadline: float) -> Line:
             tasks=task.count,
             folder=head.run,
         )
+        is_there = False
         try:
             secret = secret_of_run(job.folder, os.environ)
             line = join(head.address, secret=secret, run=head.run, facts=facts)
+            is_there = True
             wait_for_welcome(line, facts.host)
+            return line
         except RendezvousError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (is_there and not again):
                 raise
             time.sleep(_PAUSE_SECONDS)
-        else:
-            return line
 
 
 def _restart(
@@ -275,28 +290,27 @@ def _restart(
     task = before.facts.task
     deadline = time.monotonic() + RETURN_SECONDS
     while True:
-        agents[task].close(seconds=0.5)
+        agents[task].close(0)
         agents[task] = agent = start(task)
 
         def watch(agent: SshAgent = agent) -> None:
-            _stop_waiting(before, is_stopping)
+            _check_wanted(is_stopping)
             agent.check()
 
         try:
             return rendezvous.come_back(before, GATHER_SECONDS, watch)
         except RendezvousError:
-            if time.monotonic() > deadline:
+            if is_stopping() or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_SECONDS)
 
 
-def _stop_waiting(before: Arrival, is_stopping: Callable[[], bool]) -> None:
+def _check_wanted(is_stopping: Callable[[], bool]) -> None:
     if is_stopping():
-        raise PeerLostError(
-            f"Host {before.facts.host} was lost ({before.line.lost}), and the run was "
-            "asked to stop before it came back.",
-            "All hosts of a run go on together.",
-            "Start the run again: it goes on from its newest checkpoint.",
+        raise RendezvousError(
+            "The run was asked to stop before all launchers were there.",
+            "Launchers that come together wait for the others.",
+            "Start it again.",
         )
 
 

@@ -101,11 +101,15 @@ def find_differences(all_facts: Sequence[Facts]) -> list[str]:
     ['number of launchers 2 on a, 3 on b']
     """
     names = names_of(all_facts)
+    hidden = _hides_gpus(all_facts)
     found = []
     for thing in _things(all_facts):
         holders: dict[str, list[str]] = {}
         for facts, name in zip(all_facts, names, strict=True):
-            holders.setdefault(_value(facts, thing), []).append(name)
+            value = _value(facts, thing)
+            if thing == "devices" and facts in hidden:
+                value += f" (CUDA_VISIBLE_DEVICES={facts.hidden!r})"
+            holders.setdefault(value, []).append(name)
         if len(holders) > 1:
             each = (f"{value} on {', '.join(who)}" for value, who in holders.items())
             found.append(f"{thing} {', '.join(each)}")
@@ -145,15 +149,21 @@ def _things(all_facts: Sequence[Facts]) -> list[str]:
 def _value(facts: Facts, thing: str) -> str:
     if thing in facts.versions:
         return facts.versions[thing]
-    hides = facts.hidden is not None and "GPU" not in facts.devices
-    because = f" (CUDA_VISIBLE_DEVICES={facts.hidden!r})" if hides else ""
     return {
         "number of launchers": str(facts.tasks),
         "workers": str(facts.processes),
         "script": facts.script,
         "arguments": " ".join(facts.arguments) or "none",
-        "devices": f"{facts.devices}{because}",
+        "devices": facts.devices,
     }.get(thing, "none")
+
+
+def _hides_gpus(all_facts: Sequence[Facts]) -> list[Facts]:
+    """Those whose environment hides the GPUs that others have."""
+    some = any("GPU" in facts.devices for facts in all_facts)
+    return [
+        f for f in all_facts if some and f.hidden is not None and "GPU" not in f.devices
+    ]
 
 
 def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
@@ -166,10 +176,9 @@ def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
     if about - {"number", "workers", "arguments", "script", "devices"}:
         parts.append("install the same packages on all hosts")
     if "devices" in about:
-        hidden = any(facts.hidden == "" for facts in all_facts)
         parts.append(
-            "unset CUDA_VISIBLE_DEVICES where it is empty"
-            if hidden
+            "unset CUDA_VISIBLE_DEVICES where it hides the GPUs"
+            if _hides_gpus(all_facts)
             else "leave out the hosts that differ, or hide devices on the others"
         )
     text = "; ".join(parts)

@@ -18,6 +18,8 @@ class Job:
     """Of the script."""
     processes: int = 1
     """How many workers each launcher starts."""
+    shown: tuple[int, ...] = ()
+    """Those whose output is shown on a terminal, as it is."""
 
     def facts(
         self, *, host: str, task: int, tasks: int, folder: str | None = None
@@ -36,7 +38,12 @@ class Job:
     def crew(self, task: int, address: str) -> LocalCrew:
         """The workers of launcher `task`, on this host; a coordinator listens there."""
         command = worker_command(self.script, self.arguments)
-        return LocalCrew(ranks_of(task, self.processes), command, address=address)
+        return LocalCrew(
+            ranks_of(task, self.processes),
+            command,
+            address=address,
+            on_terminal=self.shown,
+        )
 
 
 def ranks_of(task: int, processes: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from meshwright.launch.handshake import PATIENCE_SECONDS, Refused, admit
 from meshwright.launch.interfaces import joined
 from meshwright.launch.line import Line
 
-GATHER_SECONDS = 8.0
+GATHER_SECONDS = 7.0
 """How long launchers may take to come together."""
 
 _MOST_STRANGERS = 64

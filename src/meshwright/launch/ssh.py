@@ -103,7 +103,7 @@ class SshAgent:
             raise RendezvousError(*self._answer["error"])
         raise explain_end(self.host, status, [*self._errors])
 
-    def close(self, seconds: float = 3.0) -> None:
+    def close(self, seconds: float) -> None:
         """Waits for the end of the agent, and no longer than that."""
         assert self._process.stdin is not None
         with suppress(OSError):
