@@ -5,11 +5,13 @@ play with several attempts takes less than a second.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
 from meshwright.launch.console import Console
+from meshwright.launch.crew import Crew
 from meshwright.launch.local_crew import LocalCrew
 from meshwright.launch.records import read_lines
 from meshwright.launch.run_folder import open_run
@@ -80,12 +82,32 @@ def play(
     """Runs workers with the given source until the supervisor is done with them."""
     script = tmp_path / "worker.py"
     script.write_text(PROLOGUE + source)
-    path = tmp_path / "run"
     crew = LocalCrew(range(world), [sys.executable, "-I", "-S", str(script)])
+    return supervise(
+        tmp_path,
+        [crew],
+        restarts=restarts,
+        limits=limits,
+        all_ranks=all_ranks,
+        orders=orders,
+    )
+
+
+def supervise(
+    tmp_path: Path,
+    crews: Sequence[Crew],
+    *,
+    restarts: int = 0,
+    limits: Limits | None = None,
+    all_ranks: bool = False,
+    orders: Orders | None = None,
+) -> Play:
+    """Runs crews until the supervisor is done with them."""
+    path = tmp_path / "run"
     with open_run(path) as folder, StopRequests() as stop:
-        folder.begin(script, [])
+        folder.begin(tmp_path / "script.py", [])
         outcome = Supervisor(
-            [crew],
+            crews,
             replace(orders or Orders(run=""), run=str(path)),
             folder=folder,
             console=Console(all_ranks=all_ranks),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,20 @@ import pytest
 SNAPSHOT = Path(__file__).with_name("verbs.json")
 
 
+def verbs_of(group: click.Group, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The verbs, those of a group with its name before them."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from verbs_of(command, f"{name} ")
+        else:
+            yield f"{before}{name}", command
+
+
 def verbs_and_flags() -> dict[str, list[str]]:
     def flags(command: click.Command) -> list[str]:
         return sorted(option for p in command.params for option in p.opts)
 
-    verbs = {name: flags(command) for name, command in cli.commands.items()}
+    verbs = {name: flags(command) for name, command in verbs_of(cli)}
     return {"meshwright": flags(cli), **dict(sorted(verbs.items()))}
 
 
@@ -30,7 +40,7 @@ def test_verbs_and_flags_are_those_of_the_snapshot() -> None:
 
 
 def test_every_verb_speaks_json_and_explains_itself() -> None:
-    for name, command in cli.commands.items():
+    for name, command in verbs_of(cli):
         assert "--json" in verbs_and_flags()[name], name
         assert command.help, name
         assert all(p.help for p in command.params if isinstance(p, click.Option)), name

@@ -16,9 +16,9 @@ Y = np.arange(10)
 
 def batches_of(stream: ResidentStream, num_wanted: int) -> list[Any]:
     """The batches that the steps of an epoch would gather."""
-    found = []
+    found, num_of_epoch = [], num_wanted
     while num_wanted:
-        num_wanted -= stream.settle_stretch(num_wanted)
+        num_wanted -= stream.settle_stretch(num_wanted, num_of_epoch)
         stretch = stream.take_stretch()
         for row in range(stretch.first, stretch.first + stretch.num_steps):
             indices = stretch.batches.arrays[row]
@@ -60,7 +60,7 @@ def test_nothing_is_drawn_before_the_first_batch_is_asked_for() -> None:
 
 def test_a_look_at_the_first_batch_does_not_take_it() -> None:
     stream = ResidentStream(ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 2)
-    assert stream.settle_stretch(4) == 2
+    assert stream.settle_stretch(4, 4) == 2
     np.testing.assert_array_equal(next(stream)[1], [0, 1, 2])
     np.testing.assert_array_equal(next(stream)[1], [0, 1, 2])
     stretch = stream.take_stretch()
@@ -69,9 +69,9 @@ def test_a_look_at_the_first_batch_does_not_take_it() -> None:
 
 def test_a_smaller_last_batch_is_announced_only_if_the_epoch_gets_there() -> None:
     stream = ResidentStream(ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 9)
-    assert stream.settle_stretch(3) == 3
+    assert stream.settle_stretch(3, 4) == 3
     assert stream.take_stretch().rest == 0
-    assert stream.settle_stretch(5) == 1
+    assert stream.settle_stretch(5, 5) == 1
     last = stream.take_stretch()
     assert (last.batches.size, last.rest) == (1, 0)
 

@@ -1,16 +1,21 @@
 """`meshwright train` as people run it: its output, its signals, its end."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.main import main
 from meshwright.launch.records import read_lines
 
 import pytest
@@ -261,7 +266,7 @@ def test_scripts_see_their_own_arguments_and_folder_and_run_without_a_launcher(
     )
     link = tmp_path / "link"
     link.symlink_to(folder)
-    words = f"['--lr', '3', 'a b'] imported {link / 'script.py'}"
+    words = f"['--lr', '3', 'a b'] imported {folder / 'script.py'}"
     arguments = ["--lr", "3", "a b"]
     run = ["--run", "läufe/mein lauf"]
     said = Launcher(link, *run, "script.py", "--", *arguments).end(0)
@@ -274,6 +279,126 @@ def test_scripts_see_their_own_arguments_and_folder_and_run_without_a_launcher(
         text=True,
         check=True,
     )
-    assert alone.stdout.splitlines() == [
-        f"['--lr', '3', 'a b'] imported {folder / 'script.py'}"
+    assert alone.stdout.splitlines() == [words]
+
+
+def test_on_a_terminal_output_passes_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, os\n"
+        "print(sys.stdout.isatty(), os.get_terminal_size().columns)\n"
+        "print(' 10%\\r 20%', flush=True)"
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 61, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright.cli.main", "train", "script.py"],
+        cwd=tmp_path,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    assert process.wait(timeout=60) == 0
+    os.close(theirs)
+    said = os.read(ours, 65536)
+    os.close(ours)
+    assert b"True 61\r\n 10%\r 20%\r\n" in said
+    assert (tmp_path / "runs/script/logs/0-0.txt").read_bytes().endswith(b"10%\r 20%\n")
+
+
+def test_a_terminal_that_closes_lets_workers_save(tmp_path: Path) -> None:
+    with launch(tmp_path, STEPPING.format(saving="pass")) as launcher:
+        launcher.wait_for("five")
+        launcher.process.send_signal(signal.SIGHUP)
+        assert "saved up to step" in launcher.end(75)
+
+
+def test_a_script_that_has_not_come_to_a_step_does_not_hold_up_a_stop(
+    tmp_path: Path,
+) -> None:
+    source = "import time; from meshwright.cluster.channel import channel\n"
+    source += "channel().enter('start'); print('waits', flush=True); time.sleep(60)"
+    with launch(tmp_path, source) as launcher:
+        launcher.wait_for("waits")
+        launcher.process.send_signal(signal.SIGTERM)
+        said = launcher.end(75)
+    assert (
+        "rank 0 did not end at its start within 2 s of being asked to, and was ended"
+        in said
+    )
+
+
+def test_another_script_or_other_arguments_are_not_mixed_with_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def call(status: int, *arguments: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(["train", "--run", "r", *arguments])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == status, out + err
+        return out + err
+
+    (tmp_path / "a.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
+    (tmp_path / "b.py").write_text("print('b')")
+    call(3, "a.py", "--", "3")
+    said = call(0, "a.py", "--", "0")
+    assert "the run began with the arguments 3; it goes on with 0" in said
+    said = call(2, "b.py")
+    assert said.splitlines() == [
+        f"error: {tmp_path}/r is a run of {tmp_path}/a.py, not of {tmp_path}/b.py.",
+        "rule: A run folder belongs to one script; its checkpoints are of that one.",
+        "fix: Give another folder with --run DIR, or start anew with --resume never.",
     ]
+    said = call(2, "a.py", "--", "1")
+    assert said.splitlines()[:2] == [
+        f"error: {tmp_path}/r has finished with the arguments 3, not 1.",
+        "rule: A finished run is not run again.",
+    ]
+    said = call(0, "--resume", "never", "b.py")
+    assert f"the run that was in {tmp_path}/r is in {tmp_path}/r/earlier/1 now" in said
+    assert (tmp_path / "r/earlier/1/finished.json").exists()
+    assert "has finished" in call(0, "b.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [  # faults.md row 45
+        (["--procesess", "2", "script.py"], "Did you mean one of: '--processes'"),
+        (["script.py", "--lr", "3"], "No such option '--lr'"),
+        (["script.py", "--lr", "3"], "of the script stand behind it and a --."),
+        (["--processes", "-1", "script.py"], "-1 is not in the range"),
+        (["--processes", "9" * 30, "script.py"], "is not in the range 1<=x<=4096"),
+        (["--processes", "two", "script.py"], "'two' is not a valid integer"),
+        (["--step-timeout", "0", "script.py"], "0.0 is not in the range x>0"),
+        (["--step-timeout", "nan", "script.py"], "nan is not a finite number."),
+        (["--save-minutes", "inf", "script.py"], "inf is not a finite number."),
+        (["--keep", "0", "script.py"], "0 is not in the range x>=1"),
+        (["--resume", "maybe", "script.py"], "'maybe' is not one of 'auto', 'never'"),
+        ([], "Missing argument 'SCRIPT.py'"),
+        (
+            ["scirpt.py"],
+            "error: The script scirpt.py is not there; near it: script.py.",
+        ),
+        (["."], "error: The script . is a folder."),
+        (
+            ["nothing.py"],
+            "fix: Give the path of a script, then -- and its own arguments.",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_starts(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *arguments])
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["script.py"]

@@ -4,6 +4,7 @@ import sys
 import traceback
 
 from meshwright import __version__
+from meshwright.cli.ckpt import ckpt
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
@@ -24,7 +25,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (demo, devices, doctor, plan, train):
+for _verb in (ckpt, demo, devices, doctor, plan, train):
     cli.add_command(_verb)
 
 

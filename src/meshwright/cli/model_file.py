@@ -19,8 +19,12 @@ _EXAMPLE = "Write, for example, examples/resnet50.py:make_model."
 _RESULT = "The function returns a compiled and built Keras model."
 
 
-def load_model(target: str) -> Any:
+def load_model(target: str, *, with_values: bool = False) -> Any:
     """Makes the model of `FILE.py:make_model`, without allocating it.
+
+    Arguments:
+        target: The text.
+        with_values: Whether to allocate it after all.
 
     Raises:
         ModelFileError: There is no such file or function, it fails, or it returns
@@ -37,7 +41,7 @@ def load_model(target: str) -> Any:
         return model
 
     try:
-        return build_abstractly(make)
+        return make() if with_values else build_abstractly(make)
     except MeshwrightError:
         raise
     except jax.errors.JAXTypeError as error:

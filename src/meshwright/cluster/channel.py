@@ -8,6 +8,9 @@ import json
 import os
 import socket
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
@@ -25,19 +28,29 @@ class Channel:
     """What a process tells its launcher; without one nobody hears it.
 
     Saying the same section again costs nothing. Threads may say things at any time.
+
+    Attributes:
+        visits: How many times each section was entered.
     """
 
     def __init__(self, line: socket.socket | None) -> None:
         self._line = line
         self._speaking = threading.Lock()
         self._section: Section | None = None
+        self.visits: Counter[Section] = Counter()
         if line is not None:
             threading.Thread(target=self._follow, daemon=True).start()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a launcher."""
+        return self._line is not None
 
     def enter(self, section: Section) -> None:
         """Says what comes next."""
         if section != self._section:
             self._section = section
+            self.visits[section] += 1
             self.say(section=section)
 
     def finish_step(self, step: int, host: float = 0.0) -> None:
@@ -80,3 +93,13 @@ def channel() -> Channel:
     """That of this process."""
     number = os.environ.get(VARIABLE)
     return Channel(None if number is None else socket.socket(fileno=int(number)))
+
+
+@contextmanager
+def telling_of_compiling(is_new: bool) -> Iterator[None]:
+    """Says that what happens inside compiles, if it is new; then a step goes on."""
+    if is_new:
+        channel().enter("compile")
+    yield
+    if is_new:
+        channel().enter("step")

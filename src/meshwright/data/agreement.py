@@ -6,6 +6,8 @@ from typing import Any
 
 from meshwright.cluster.identity import process_count
 from meshwright.cluster.store import say_to_all
+from meshwright.data.fingerprint import fingerprint
+from meshwright.devices.step import batch_size
 from meshwright.errors import DataError
 
 END = "the end of the data"
@@ -55,10 +57,11 @@ class Agreement:
             _refuse(self._verb, f"batch {number} as", words)
 
 
-def agree_on_samples(verb: str, num_samples: int) -> None:
-    """Refuses arrays that are not of the same length in all processes."""
+def agree_on_arrays(verb: str, arrays: Any) -> None:
+    """Refuses arrays that are not the same in all processes, as far as is looked at."""
     if process_count() > 1:
-        words = say_to_all("samples", f"{num_samples} samples")
+        what = f"{batch_size(arrays)} samples (digest {fingerprint(arrays)})"
+        words = say_to_all("arrays", what)
         if len(set(words)) > 1:
             _refuse(verb, "arrays of", words)
 

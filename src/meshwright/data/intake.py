@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from meshwright.cluster.identity import process_count
 from meshwright.cluster.randomness import share_random_state
-from meshwright.data.agreement import Agreement, agree_on_samples
+from meshwright.data.agreement import Agreement, agree_on_arrays
 from meshwright.data.checks import (
     Parts,
     Where,
@@ -19,6 +19,7 @@ from meshwright.data.checks import (
     in_memory,
     is_on_disk,
 )
+from meshwright.data.course import Course
 from meshwright.data.demands import demands_of
 from meshwright.data.resident import ArraysInMemory, ResidentStream
 from meshwright.data.sources import are_arrays, open_source
@@ -64,6 +65,9 @@ class Intake:
     """The data of one call of `fit`, `evaluate` or `predict`.
 
     Used as a context: its threads end with it.
+
+    Attributes:
+        course: What a run takes part in while its steps go on.
     """
 
     def __init__(
@@ -71,11 +75,13 @@ class Intake:
         model: Any,
         verb: str,
         pace: Pace,
+        course: Course,
         *,
         check_nan: bool = True,
         depth: int = 2,
     ) -> None:
         self.pace = pace
+        self.course = course
         self._model = model
         self._verb = verb
         self._check_nan = check_nan
@@ -105,6 +111,7 @@ class Intake:
             arguments["x"] = self._open(parts, Where(self._verb), others)
             self._take_validation(arguments)
             if are_arrays(parts):
+                self.course.see_arrays(tuple(parts))
                 self._prepare = partial(self._prepare_validation, dict(arguments))
         if not are_arrays(parts) or is_on_disk(parts):
             self._checker = BatchChecker(
@@ -139,7 +146,7 @@ class Intake:
         if any(True for _ in parts.leaves()):
             demands = demands_of(self._model, self._verb)
             check_arrays(parts, demands, self._model, where, self._check_nan)
-            agree_on_samples(where.verb, batch_size(parts.x))
+            agree_on_arrays(where.verb, tuple(parts))
             if not self._model.built:
                 self._until_built.append((in_memory(parts), where))
         return parts.x

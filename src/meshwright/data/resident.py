@@ -146,6 +146,9 @@ class ResidentStream:
             their batches and the number of steps that are left.
     """
 
+    draws_at_once = True
+    """Whether the order of all batches is drawn before the first of them."""
+
     def __init__(
         self, data: ArraysInMemory, choose_length: Callable[[int, int], int]
     ) -> None:
@@ -157,17 +160,34 @@ class ResidentStream:
     def __iter__(self) -> "ResidentStream":
         return self
 
+    def skip(self, step: int, taken: int) -> None:
+        """Leaves out what was used before an interruption.
+
+        Arguments:
+            step: Steps of the current epoch.
+            taken: Batches of this pass through the data.
+        """
+        self._num_taken = taken
+        self._position()  # draws the order of the pass
+
     def __next__(self) -> Any:
         """The first batch of the steps that were settled, for who looks at one."""
         stretch = self.take_stretch()
         indices = stretch.batches.arrays[stretch.first]
         return map_leaves(lambda array: array[indices], self._data.arrays)
 
-    def settle_stretch(self, num_wanted: int) -> int:
-        """Settles how many steps are next, out of those that are wanted."""
+    def settle_stretch(self, num_wanted: int, num_of_epoch: int) -> int:
+        """Settles how many steps are next, out of those that are wanted.
+
+        Arguments:
+            num_wanted: Steps that are left in the epoch.
+            num_of_epoch: All of its steps. The choice depends on these, so that a run
+                that was interrupted dispatches the same steps together.
+        """
         batches, row = self._position()
         most = min(num_wanted, batches.number - row)
-        length = min(self._choose_length(batches.size, most), most)
+        of_size = min(num_of_epoch, batches.number)
+        length = min(self._choose_length(batches.size, of_size), most)
         whole, last = self._batches
         rest = last.size if batches is whole and num_wanted > most else 0
         self._settled = Stretch(self._data, batches, row, length, rest)

@@ -110,6 +110,11 @@ class Reader:
     def __iter__(self) -> "Reader":
         return self
 
+    def skip(self, number: int) -> None:
+        """Reads batches that nobody wants any more."""
+        for _ in islice(self._batches, number):
+            self._number += 1
+
     def __next__(self) -> Arrived:
         try:
             batch = next(self._batches)
@@ -129,6 +134,9 @@ class Stream:
     Keras looks at a first batch to build a model; that one is read as it comes.
     """
 
+    draws_at_once = False
+    """Whether the order of all batches is drawn before the first of them."""
+
     def __init__(
         self,
         reader: Reader,
@@ -141,9 +149,15 @@ class Stream:
         self._depth = depth
         self._agreement = agreement
         self._chunk: _Chunk | None = None
+        self._num_skipped = 0
 
     def __iter__(self) -> "Stream":
         return self
+
+    def skip(self, step: int, taken: int) -> None:
+        """Leaves out what was used before an interruption, as `ResidentStream.skip`."""
+        self._reader.skip(taken)
+        self._num_skipped = step
 
     def __next__(self) -> Any:
         return _next_for_all(partial(next, self._reader), self._agreement).batch
@@ -156,9 +170,11 @@ class Stream:
         if self._depth < 1:
             return map(put, self)
         if self._chunk is None or self._chunk.num_left == 0:
-            self._chunk = _Chunk(
-                self._reader, put, self._limit, self._depth, self._agreement
-            )
+            limit, skipped = self._limit, self._num_skipped
+            self._num_skipped = 0
+            if limit is not None:
+                limit -= skipped
+            self._chunk = _Chunk(self._reader, put, limit, self._depth, self._agreement)
         return self._chunk
 
     def close(self) -> None:
@@ -213,6 +229,9 @@ class StackingStream:
         has_tail: Whether it is known that an epoch ends with a smaller batch.
     """
 
+    draws_at_once = False
+    """Whether the order of all batches is drawn before the first of them."""
+
     def __init__(
         self,
         reader: Reader,
@@ -233,18 +252,22 @@ class StackingStream:
     def __iter__(self) -> "StackingStream":
         return self
 
+    def skip(self, step: int, taken: int) -> None:
+        """Leaves out what was used before an interruption, as `ResidentStream.skip`."""
+        self._reader.skip(taken)
+
     def __next__(self) -> Any:
         """The batch that was settled, for who looks at one before there is a step."""
         return self.take_stretch()
 
-    def settle_stretch(self, num_wanted: int | None) -> int:
-        """Settles how many steps are next, out of those that are wanted.
+    def settle_stretch(self, num_wanted: int | None, num_of_epoch: int | None) -> int:
+        """Settles how many steps are next, as `ResidentStream.settle_stretch`.
 
         What goes wrong is told by `take_stretch`, as is the end of the data: that is
         where Keras expects it.
         """
         try:
-            arrived = self._read(num_wanted)
+            arrived = self._read(num_wanted, num_of_epoch)
         except BaseException as error:
             self._settled = partial(_throw, error)
             return 1
@@ -262,11 +285,11 @@ class StackingStream:
         if self._stacks is not None:
             self._stacks.close()
 
-    def _read(self, num_wanted: int | None) -> Arrived:
+    def _read(self, num_wanted: int | None, num_of_epoch: int | None) -> Arrived:
         step = self._pace.step
         if step is None:
             return _next_for_all(partial(next, self._reader), self._agreement)
-        take = partial(self._next_stack, step, num_wanted)
+        take = partial(self._next_stack, step, num_wanted, num_of_epoch)
         arrived = _next_for_all(take, self._agreement)
         if self._num_left is not None:
             self._num_left -= arrived.number
@@ -274,18 +297,22 @@ class StackingStream:
             self.close()
         return arrived
 
-    def _next_stack(self, step: Step, num_wanted: int | None) -> Arrived:
+    def _next_stack(
+        self, step: Step, num_wanted: int | None, num_of_epoch: int | None
+    ) -> Arrived:
         if self._num_left == 0 or self._stacks is None:
             self._num_left = num_wanted
-            self._stacks = self._start(step, num_wanted)
+            self._stacks = self._start(step, num_wanted, num_of_epoch)
         return next(self._stacks)
 
-    def _start(self, step: Step, num_wanted: int | None) -> Prefetch[Arrived]:
+    def _start(
+        self, step: Step, num_wanted: int | None, num_of_epoch: int | None
+    ) -> Prefetch[Arrived]:
         """Starts a thread; it reads no further than the epoch goes."""
         first = list(islice(self._reader, 1))
-        num_alike = num_wanted
-        if num_wanted is not None and num_wanted > 1 and self._has_tail:
-            num_alike = num_wanted - 1
+        num_alike = num_of_epoch
+        if num_of_epoch is not None and num_of_epoch > 1 and self._has_tail:
+            num_alike = num_of_epoch - 1
         length = 1
         for arrived in first:
             # What cannot work is refused before a step on it is looked at.

@@ -56,6 +56,7 @@ from meshwright.devices.strategy_hooks import (
     PLACED_MARK,
     STAGE_MARK,
     STEP_MAKER,
+    LaidAside,
     current_intake,
     make_placed_step,
     reading_as_they_are,
@@ -247,11 +248,18 @@ def _make_guarded_function(
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
         with guarded.giving_back(state):
+            intake = current_intake()
+            if isinstance(iterator, LaidAside):
+                return iterator.logs, state
             if hasattr(iterator, "take_stretch"):
-                return current_intake().run_stretch(guarded, state, iterator)
-            if hasattr(iterator, "ahead"):
-                iterator = iterator.ahead(guarded.put)
-            return run(state, iterator)
+                outcome = intake.run_stretch(guarded, state, iterator)
+            else:
+                if hasattr(iterator, "ahead"):
+                    iterator = iterator.ahead(guarded.put)
+                outcome = run(state, iterator)
+            if intake is not None:
+                intake.course.see(outcome[0])
+            return outcome
 
     run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
     object.__setattr__(self, _NEWEST_STEP, guarded)
@@ -302,7 +310,10 @@ def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     made = make_intake(self, original.__name__, bound.arguments)
     with made as intake, taking_data_through(intake):
         intake.take(bound.arguments)
-        return original(*bound.args, **bound.kwargs)
+        intake.course.begin(bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        intake.course.end()
+        return result
 
 
 def _iterate_through_intake(original: Any, self: Any) -> Any:
@@ -342,26 +353,53 @@ def _steps_of_epoch(epoch_iterator: Any) -> int | None:
 def _enumerate_stretches(original: Any, self: Any) -> Iterator[Any]:
     """Steps as Keras counts them, but as many at a time as the stream settles on."""
     intake = current_intake()
-    if intake is None or not intake.stretches(self.data_adapter):
+    if intake is None:
         yield from original(self)
         return
-    self.data_adapter.on_epoch_begin()
-    if self._current_iterator is None or self.steps_per_epoch is None:
+    course = intake.course
+    start = course.enter_epoch(_steps_of_epoch(self), self._num_batches)
+    self._num_batches = start.num_batches
+    num_steps = _steps_of_epoch(self)
+    course.begin_data(self.data_adapter)
+    if self._current_iterator is None or self.steps_per_epoch is None or start.step:
         _start_anew(self)
-    begin, num_steps = 0, _steps_of_epoch(self)
+    if self._steps_seen == 0:
+        course.begin_pass()
+    if start.taken:
+        self._current_iterator.skip(start.step, start.taken)
+        self._steps_seen = start.taken
+        course.pass_over(self._current_iterator.draws_at_once)
+    if start.step:
+        course.hears_nothing = True
+        yield start.step - 1, start.step - 1, LaidAside(start.logs)
+        course.hears_nothing = False
+    try:
+        yield from _enumerate_from(self, start.step, num_steps, intake)
+    finally:
+        course.leave_epoch()
+    course.end_data(self.data_adapter)
+
+
+def _enumerate_from(
+    self: Any, begin: int, num_steps: int | None, intake: Any
+) -> Iterator[Any]:
+    settles = intake.stretches(self.data_adapter)
     while num_steps is None or begin < num_steps:
         if self._num_batches and self._steps_seen >= self._num_batches:
             if self.steps_per_epoch:
                 self._interrupted_warning()
             break
-        num_left = None if num_steps is None else num_steps - begin
-        length = self._current_iterator.settle_stretch(num_left)
+        length = self.steps_per_execution
+        if settles:
+            num_left = None if num_steps is None else num_steps - begin
+            length = self._current_iterator.settle_stretch(num_left, num_steps)
         self._steps_seen += length
+        intake.course.before_steps(begin, length)
         yield begin, begin + length - 1, self._current_iterator
         begin += length
+        intake.course.after_steps(begin, self._steps_seen)
     if self._num_batches and self._steps_seen >= self._num_batches:
         _start_anew(self)
-    self.data_adapter.on_epoch_end()
 
 
 def _start_anew(epoch_iterator: Any) -> None:
@@ -410,7 +448,7 @@ def _before_batch(original: Any, self: Any, batch: int, logs: Any = None) -> Non
     intake = current_intake()
     if intake is None:
         original(self, batch, logs)
-    else:
+    elif not intake.course.hears_nothing:
         intake.pace.listeners.before_batch(original, self, batch)
 
 
@@ -418,7 +456,7 @@ def _after_batch(original: Any, self: Any, batch: int, logs: Any = None) -> None
     intake = current_intake()
     if intake is None:
         original(self, batch, logs)
-    else:
+    elif not intake.course.hears_nothing:
         intake.pace.listeners.after_batch(original, self, batch, logs)
 
 

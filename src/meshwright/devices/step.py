@@ -75,6 +75,18 @@ def give_values(model: Any, state: Any) -> None:
     model._jax_state_synced = True
 
 
+def newest_values(model: Any) -> list[list[Any]]:
+    """The values of a model's variables, also while `fit` has taken them away.
+
+    They are in the order of `variables_of`, in all four lists.
+    """
+    state = getattr(model, "_jax_state", None)
+    if state and not model._jax_state_synced:
+        return [list(values) for values in state.values()]
+    lists: list[Any] = [()] * len(_TRAIN)
+    return [[v._value for v in group] for group in variables_of(model, lists)]
+
+
 class StepCheck:
     """Looks at a compiled step before it runs: its memory, and where it runs."""
 

@@ -48,6 +48,16 @@ class TraceHooks(NamedTuple):
     """How many devices compute the step together."""
 
 
+class LaidAside(NamedTuple):
+    """Takes the place of a batch where an interrupted epoch goes on.
+
+    Nothing is computed for it. Keras wants the logs of a step of every epoch, also if
+    no step is left.
+    """
+
+    logs: Any
+
+
 ForwardPass = Callable[..., Any]
 """Called with a model's own stateless call and its arguments, in its place."""
 

@@ -95,6 +95,7 @@ class Attempt:
             for crew in self._crews:
                 crew.kill()
             self._take_events()
+            self._console.show_rest()
 
     def _pump(self) -> None:
         """Waits for something to happen, and takes it in."""

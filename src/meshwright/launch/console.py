@@ -51,6 +51,13 @@ class Console:
         else:
             self._parts[key] = line
 
+    def show_rest(self) -> None:
+        """Shows lines that were begun by processes that have ended."""
+        for (rank, name), line in self._parts.items():
+            stream = sys.stdout if name == "stdout" else sys.stderr
+            self._write(stream, f"[rank {rank}] {line.rstrip()}\n")
+        self._parts.clear()
+
     def say(self, text: str) -> None:
         """Says a line on standard output."""
         self._say(sys.stdout, text)

@@ -58,10 +58,12 @@ class Failure:
 def first_cause(failed: Sequence[Member]) -> Member:
     """The one that the others followed; they come in the order in which they failed.
 
-    A process that JAX ends because another one is gone is no cause, nor is an error
-    about other processes, as long as there is something else.
+    Nothing is killed by SIGKILL because another process is gone. A process that JAX
+    ends is, and an error about other processes is no cause if there is something else.
     """
-    return next((m for m in failed if not _follows(m)), failed[0])
+    killed = (m for m in failed if m.status == -signal.SIGKILL)
+    own = (m for m in failed if not _follows(m))
+    return next(killed, None) or next(own, failed[0])
 
 
 def failure_of(member: Member, run: str) -> Failure:
@@ -175,8 +177,9 @@ def _words_of_signal(member: Member, number: int) -> str:
     if number == signal.SIGKILL and _lacked_memory(member):
         words += ", probably out of memory"
     if member.memory:
-        of = format_bytes(member.memory_of_host) if member.memory_of_host else "unknown"
-        words += f"; it held {format_bytes(member.memory)} at most, its host has {of}"
+        words += f"; it held {format_bytes(member.memory)} at most"
+    if member.memory and member.memory_of_host:
+        words += f", its host has {format_bytes(member.memory_of_host)}"
     return f"{words}."
 
 

@@ -4,6 +4,7 @@ import codecs
 import os
 import re
 import time
+from itertools import pairwise
 
 LONGEST_LINE = 65_536
 """Characters after which a line is passed on in parts."""
@@ -11,8 +12,8 @@ LONGEST_LINE = 65_536
 _PATIENCE_SECONDS = 0.2
 _MOST_AT_ONCE = 2**20
 _MOST_LAST_READS = 64
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r(?!$)|\n)")
-"""A line with its end; a carriage return at the very end may be half of one."""
+_END = re.compile(r"\r\n|\n|\r(?!\Z)")
+"""The end of a line; a carriage return that comes last may be half of one."""
 
 
 class Lines:
@@ -30,8 +31,9 @@ class Lines:
     def feed(self, data: bytes) -> list[str]:
         """The lines that are complete now."""
         text = self._rest + self._decoder.decode(data)
-        lines = _LINE.findall(text)
-        self._rest = text[sum(map(len, lines)) :]
+        ends = [0, *(found.end() for found in _END.finditer(text))]
+        lines = [text[begin:end] for begin, end in pairwise(ends)]
+        self._rest = text[ends[-1] :]
         while len(self._rest) > LONGEST_LINE:
             lines.append(self._rest[:LONGEST_LINE])
             self._rest = self._rest[LONGEST_LINE:]

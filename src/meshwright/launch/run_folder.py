@@ -179,8 +179,9 @@ def open_run(path: Path) -> RunFolder:
             os.close(lock)
             raise
     except OSError as error:
+        why = f"{error.strerror} ({error.filename})"
         raise RunError(
-            f"The run folder {path} cannot be used: {error.strerror}.",
+            f"The run folder {path} cannot be used: {why}.",
             "A run keeps its checkpoints, logs and events in a folder that it can make "
             "and write.",
             "Give another folder with --run DIR, or make this one yours.",

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import runpy
 import signal
 import socket
@@ -30,6 +31,10 @@ _HEARTBEAT_SECONDS = 100
 _LEAVE_SECONDS = 24 * 3600
 """The first to end its script waits for the others; the launcher knows how long."""
 _LONGEST_TRACEBACK = 20_000
+_LOST_PEER = re.compile(
+    r"Gloo .* failed|coordination.?service|NCCL|(?:reset|closed) by peer|heartbeat",
+    re.IGNORECASE,
+)
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -88,16 +93,17 @@ def describe(error: BaseException, script: str) -> dict[str, Any]:
         "exit_code": ours.exit_code if ours else 1,
         "step": getattr(error, "step", None),
         "where": f"{Path(script).name}:{frames[-1].lineno}" if frames else None,
-        "follows": isinstance(error, PeerLostError) or _is_about_peers(error),
+        "follows": _is_about_peers(error),
         "traceback": words[-_LONGEST_TRACEBACK:],
     }
 
 
 def _is_about_peers(error: BaseException) -> bool:
-    """Whether JAX says that it lost another process, so that this is not the cause."""
-    is_jax_s = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    signs = ("gloo", "coordination", "peer", "NCCL", "heartbeat", "task")
-    return is_jax_s and any(sign.lower() in str(error).lower() for sign in signs)
+    """Whether it says that another process is gone, so that it is not the cause.
+
+    JAX raises what Gloo says as a ValueError, among others.
+    """
+    return isinstance(error, PeerLostError) or bool(_LOST_PEER.search(str(error)))
 
 
 def _told_of_exit(status: int) -> dict[str, Any]:
@@ -191,11 +197,9 @@ def _fail_if_taken(orders: Orders) -> None:
     try:
         socket.create_server((host.strip("[]"), int(port))).close()
     except OSError as error:
-        words = (
-            f"The coordinator cannot listen on {orders.coordinator}: {error.strerror}."
-        )
+        why = os.strerror(error.errno or 0)
         taken = RendezvousError(
-            words,
+            f"The coordinator cannot listen on {orders.coordinator}: {why}.",
             "The first process of a run listens on an address of its own.",
             "End the program that listens there.",
         )

@@ -4,15 +4,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.course import Course
 from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
+from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
+from meshwright.train.run import current_run
+from meshwright.train.run_course import RunCourse
 from meshwright.train.stage_cut import StageCut
 from meshwright.train.tracing_errors import explaining_tracing
 
@@ -40,12 +44,13 @@ def attach(model: Any, strategy: "Strategy") -> None:
         model: Any, verb: str, arguments: Mapping[str, Any]
     ) -> Iterator[Intake]:
         strategy.prepare(model, arguments)
-        pace = Pace(model, verb, strategy.mesh, strategy.resident)
+        pace = Pace(model, verb, strategy.mesh, strategy.resident, _most_steps(verb))
         strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
-        intake = Intake(model, verb, pace, check_nan=check_nan, depth=depth)
-        with explaining_tracing(model), intake:
-            yield intake
+        with explaining_tracing(model), _course(model, verb, strategy) as course:
+            intake = Intake(model, verb, pace, course, check_nan=check_nan, depth=depth)
+            with intake:
+                yield intake
 
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, _CUT, StageCut(model.name, strategy.plan))
@@ -53,6 +58,37 @@ def attach(model: Any, strategy: "Strategy") -> None:
     object.__setattr__(model, INTAKE_MAKER, make_intake)
     # Programs that were made for other devices are void.
     model.train_function = model.test_function = model.predict_function = None
+
+
+def _most_steps(verb: str) -> int | None:
+    """How many steps may be dispatched together, so that checkpoints are in time."""
+    run = current_run()
+    return run.orders.save_every if run is not None and verb == "fit" else None
+
+
+@contextmanager
+def _course(model: Any, verb: str, strategy: "Strategy") -> Iterator[Course]:
+    """What a run sees of a call of `fit`, if there is a run."""
+    run = current_run() if verb == "fit" else None
+    if run is None:
+        yield Course()
+        return
+    with run.fitting() as number:
+        if number is None:
+            yield Course()
+        else:
+            yield RunCourse(run, number, model, _plan_in_json(strategy))
+
+
+def _plan_in_json(strategy: "Strategy") -> dict[str, Any]:
+    """What a strategy runs by: the planner's report, or the plan that was named."""
+    report = getattr(strategy, "report", None)
+    if report is not None:
+        return dict(report.to_json())
+    unknown = ("step_seconds", "memory_bytes", "bubble", "dollars_per_hour", "fits")
+    named = f"{type(strategy).__name__} was named"
+    entry = {"plan": strategy.plan.to_json(), **dict.fromkeys(unknown)}
+    return {"best": {**entry, "because": named}, "candidates": [], "rejected": []}
 
 
 def step_over_mesh(
@@ -66,8 +102,18 @@ def step_over_mesh(
         strategy: The strategy.
         cut: Where the model is cut into pieces; as it was attached if left out.
     """
+    run = current_run()
+    skips = run is not None and run.orders.on_nan == "skip"
     if strategy.plan.stages == 1:
-        return MeshStep(model, step, strategy.plan, strategy.mesh)
+        return MeshStep(model, step, strategy.plan, strategy.mesh, skips=skips)
+    if skips:
+        raise StrategyError(
+            f"A run with --on-nan skip trains {model.name!r} in {strategy.plan.stages} "
+            "stages.",
+            "The stages of a pipeline update their weights on their own, before it is "
+            "known whether a step is to be left out.",
+            "Use --on-nan rollback or stop.",
+        )
     cut = cut or cut_of(model)
     return PipelineStep(model, step, strategy.plan, strategy.mesh, cut)
 

@@ -54,7 +54,7 @@ class Listeners:
 
     def __init__(self, callbacks: Any, verb: str) -> None:
         self._begin, self._end = _METHODS[verb]
-        listening = [c for c in _all_of(callbacks) if _listens(c, verb)]
+        listening = [c for c in callbacks_in(callbacks) if _listens(c, verb)]
         self.of_numbers = [c for c in listening if getattr(c, "async_safe", False)]
         others = [c for c in listening if c not in self.of_numbers]
         self.of_state = [type(callback).__name__ for callback in others]
@@ -126,7 +126,8 @@ def _is_done(logs: Any) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-def _all_of(callbacks: Any) -> list[Any]:
+def callbacks_in(callbacks: Any) -> list[Any]:
+    """Those that were given, one by one."""
     import keras
 
     if isinstance(callbacks, keras.callbacks.CallbackList):

@@ -20,6 +20,7 @@ from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
 from meshwright.train.pure_step import pure
+from meshwright.train.skipping import keep_finite
 from meshwright.train.stretches import SMALL_STEP_FLOPS, run_steps, take_batch
 from meshwright.train.traced_step import TracedStep
 
@@ -49,6 +50,7 @@ class MeshPrograms:
         plan: The plan.
         mesh: The devices.
         places: Where variables belong, by their `id`; if left out, each knows itself.
+        skips: Whether training steps that lead to NaN are left out.
 
     Attributes:
         trains: Whether the step is that of `fit`.
@@ -67,8 +69,10 @@ class MeshPrograms:
         plan: Plan,
         mesh: Mesh,
         places: Places | None = None,
+        skips: bool = False,
     ) -> None:
         self.trains = step.__name__ == "train_step"
+        self._skips = skips and self.trains
         self._model = model
         self._function = pure(model, step.__name__, step.__wrapped__)
         self._plan = plan
@@ -213,6 +217,10 @@ class MeshPrograms:
         return replacing_forward_pass(self._model, in_blocks(gather))
 
     def _run(self, cut: Microbatches, state: Any, batch: Any) -> Any:
+        logs, after = self._run_any(cut, state, batch)
+        return logs, keep_finite(logs, state, after) if self._skips else after
+
+    def _run_any(self, cut: Microbatches, state: Any, batch: Any) -> Any:
         if cut.wanted > 1:
             return accumulated_step(self._model, state, batch, self._keeping)
         with self._keeping(cut.size):

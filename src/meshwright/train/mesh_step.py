@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from meshwright.cluster.channel import telling_of_compiling
 from meshwright.data.resident import ArraysInMemory, Placeable, Shapes, Stretch
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.start import user_line
@@ -40,6 +41,7 @@ class MeshStep:
         plan: The plan.
         mesh: The devices.
         places: Where variables belong, if they have not been put there.
+        skips: Whether training steps that lead to NaN are left out.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class MeshStep:
         plan: Plan,
         mesh: Mesh,
         places: Places | None = None,
+        skips: bool = False,
     ) -> None:
         if not hasattr(step, "lower"):
             raise StrategyError(
@@ -57,7 +60,7 @@ class MeshStep:
                 "A step over a mesh is one compiled program.",
                 "Compile the model without these, or train it without a strategy.",
             )
-        self._programs = MeshPrograms(model, step, plan, mesh, places)
+        self._programs = MeshPrograms(model, step, plan, mesh, places, skips)
         self._plan = plan
         self._mesh = mesh
         self._check = StepCheck(model, step.__name__)
@@ -69,6 +72,7 @@ class MeshStep:
         self._ahead = Ahead(self.measures_kernels)
         self._prepared: set[Any] = set()
         self._called: set[Any] = set()
+        self._dispatched: set[Any] = set()
         self._compiling = threading.Lock()
 
     def __call__(self, state: Any, data: Any) -> Any:
@@ -92,15 +96,16 @@ class MeshStep:
         data, batches = self._keep(stretch.data), self._keep(stretch.batches)
         key = (cut, stretch.data.shapes, shardings)
         program = self._programs.over_arrays(*key, stretch.num_steps, of_each)
-        if stretch.rest:
-            self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
-        if self.measures_kernels:
-            number, size = batches.shape
-            self.prepare(stretch.data, size, number, stretch.num_steps, of_each)
-            finish_all()
-        self._ahead.finish(program)
-        first = np.int32(stretch.first)
-        logs, state = self._dispatch(program, cut, state, data, batches, first)
+        with telling_of_compiling(is_new=program not in self._dispatched):
+            if stretch.rest:
+                self.prepare(stretch.data, stretch.rest, 1, 1, of_each)
+            if self.measures_kernels:
+                number, size = batches.shape
+                self.prepare(stretch.data, size, number, stretch.num_steps, of_each)
+                finish_all()
+            self._ahead.finish(program)
+            first = np.int32(stretch.first)
+            logs, state = self._dispatch(program, cut, state, data, batches, first)
         return _with_each(logs, stretch.num_steps, of_each), state
 
     def run_placed(
@@ -238,7 +243,9 @@ class MeshStep:
 
     def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
         self._warn_of_idle_devices(cut)
-        with self._alone_if_new(program, rest):
+        is_new = program not in self._dispatched
+        self._dispatched.add(program)
+        with telling_of_compiling(is_new), self._alone_if_new(program, rest):
             self._check.look(program, (state, *rest), cut.size)
             outputs, state = run_in_turn(self._mesh, program, state, *rest)
         self._newest = state

@@ -49,18 +49,27 @@ class Pace:
         verb: The name of the method that runs.
         mesh: The devices.
         resident: Whether arrays stay on the devices; None if they do when they fit.
+        most_steps: How many steps may be dispatched together; None if that is free.
 
     Attributes:
         because: Why arrays stay on the devices or not, and why so many steps are
             dispatched together, in words.
     """
 
-    def __init__(self, model: Any, verb: str, mesh: Mesh, resident: bool | None):
+    def __init__(
+        self,
+        model: Any,
+        verb: str,
+        mesh: Mesh,
+        resident: bool | None,
+        most_steps: int | None = None,
+    ) -> None:
         self.because: dict[str, str] = {}
         self._model = model
         self._verb = verb
         self._mesh = mesh
         self._resident = resident
+        self._most_steps = min(most_steps or MOST_STEPS, MOST_STEPS)
         self._lengths: dict[Any, int] = {}
         # All processes dispatch as many steps together, whatever machine they are on.
         cores = say_to_all("cores", str(os.cpu_count() or 1))
@@ -182,8 +191,9 @@ class Pace:
         if self.step is None:
             return 1  # somebody looks at a batch before the step is made
         if size not in self._lengths:
-            wanted, why = self._wanted(self.step.work(data, size), MOST_STEPS)
-            self._lengths[size] = length = even_length(num_left, wanted)
+            wanted, why = self._wanted(self.step.work(data, size), self._most_steps)
+            length = even_length(num_left, wanted, limit=self._most_steps)
+            self._lengths[size] = length
             if num_left > 1 or "steps" not in self.because:
                 self._say(length, why)
         return self._lengths[size]
@@ -197,13 +207,14 @@ class Pace:
         """
         shapes = shapes_of(batch)
         if shapes not in self._lengths:
-            most = min(STACK_BYTES // max(shapes.num_bytes, 1), MOST_STEPS)
+            most = min(STACK_BYTES // max(shapes.num_bytes, 1), self._most_steps)
             wanted, why = self._wanted(self.step.work_on(batch), most)
             if num_left is None:
                 length = min(wanted, MOST_OF_UNKNOWN)
             else:
                 # With two or more of them, one is made while the other is computed.
-                length = even_length(num_left, wanted, num_stretches=2)
+                limit = self._most_steps
+                length = even_length(num_left, wanted, num_stretches=2, limit=limit)
             self._lengths[shapes] = length
             self._say(length, why)
         return self._lengths[shapes]
@@ -216,6 +227,8 @@ class Pace:
             return 1, "the step changes the shape or type of its state"
         if self._is_on_cpu and work.has_grouped_convolutions:
             return 1, "loops have no fast code for convolutions in groups"
+        if self._most_steps == 1:
+            return 1, "a checkpoint is wanted after each of them"
         if most <= 1:
             return 1, f"two batches have more than {format_bytes(STACK_BYTES)}"
         cores = self._cores if self._is_on_cpu else None
@@ -228,7 +241,9 @@ class Pace:
         self.because["steps"] = f"Steps are dispatched {together}: {why}."
 
 
-def even_length(num_steps: int, wanted: int, num_stretches: int = 1) -> int:
+def even_length(
+    num_steps: int, wanted: int, num_stretches: int = 1, limit: int = MOST_STEPS
+) -> int:
     """About the wanted length, such that all stretches are equal, if there is one.
 
     Stretches of another length are another program to be compiled.
@@ -237,6 +252,7 @@ def even_length(num_steps: int, wanted: int, num_stretches: int = 1) -> int:
         num_steps: Steps of all stretches.
         wanted: The wanted length.
         num_stretches: How many stretches there are at the least.
+        limit: The most steps of a stretch.
 
     >>> even_length(1875, 150), even_length(234, 150), even_length(1009, 150)
     (125, 234, 150)
@@ -244,9 +260,10 @@ def even_length(num_steps: int, wanted: int, num_stretches: int = 1) -> int:
     most = max(num_steps // num_stretches, 1)
     if wanted == 1 or most <= wanted:
         return min(wanted, most)
-    if num_stretches == 1 and num_steps <= 2 * wanted:
+    highest = min(2 * wanted, most, limit)
+    if num_stretches == 1 and num_steps <= highest:
         return num_steps
-    near = range(max(wanted // 2, 1), min(2 * wanted, most) + 1)
+    near = range(max(wanted // 2, 1), highest + 1)
     even = [length for length in near if num_steps % length == 0]
     return min(even, key=lambda length: abs(length - wanted), default=wanted)
 

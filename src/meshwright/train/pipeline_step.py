@@ -6,6 +6,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+from meshwright.cluster.channel import telling_of_compiling
 from meshwright.cluster.identity import process_count
 from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
@@ -99,6 +100,7 @@ class PipelineStep:
         self._whole_loss = cache(self._make_whole_loss)
         self._why_no_mean = cache(self._find_why_no_mean)
         self._seen: set[Any] = set()
+        self._ran: set[tuple[Shapes, ...]] = set()
 
     def _places_of_variables(self) -> list[list[int]]:
         return [[id(v) for v in group] for group in variables_of(self._model, ((), ()))]
@@ -117,6 +119,12 @@ class PipelineStep:
         if state is not self._newest and self._places_of_variables() != self._places:
             self._start_anew()  # layers have been frozen, or are trained again
         shapes = [Shapes.of(each) for each in batch.arrays]
+        is_new = tuple(shapes) not in self._ran
+        self._ran.add(tuple(shapes))
+        with telling_of_compiling(is_new):
+            return self._run(state, batch, shapes)
+
+    def _run(self, state: Any, batch: PlacedBatch, shapes: list[Shapes]) -> Any:
         pieces = [self.pieces(each) for each in shapes]
         state = self._lay_out(state)
         self._look(tuple(shapes), pieces, state, batch.size)
