@@ -85,6 +85,14 @@ class Machine:
         numbers = [int(line.split()[0]) for line in lines if line[:1].isdigit()]
         return [psutil.Process(n) for n in numbers if psutil.pid_exists(n)]
 
+    def agent_at(self, address: str) -> psutil.Process:
+        """The newest agent on a host."""
+        return next(
+            agent
+            for agent in reversed(self.agents())
+            if agent.environ().get(VARIABLE) == address
+        )
+
     def close(self) -> None:
         for launcher in self.launchers:
             with contextlib.suppress(OSError):
@@ -291,13 +299,8 @@ def test_a_host_that_is_lost_is_named_and_started_again(machine: Machine) -> Non
     machine.write(WAIT_ONCE)
     launcher = machine.train("--hosts", "127.0.0.2,127.0.0.3")
     wait_for(launcher, "attempt 0")
-    (agent,) = (
-        process
-        for process in machine.agents()
-        if process.environ().get(VARIABLE) == "127.0.0.3"
-    )
     began = time.monotonic()
-    agent.kill()
+    machine.agent_at("127.0.0.3").kill()
     said = wait_for(launcher, "restart 1 of 3")
     assert time.monotonic() - began <= 5
     assert "127.0.0.3" in said
@@ -398,3 +401,42 @@ def test_how_long_to_wait_can_be_said(machine: Machine) -> None:
     assert "error: After 0.1 s task 1 had not come" in end(launcher, 6)
     launcher = machine.train(**slurm(0), MESHWRIGHT_GATHER_SECONDS="soon")
     assert "error: MESHWRIGHT_GATHER_SECONDS='soon'." in end(launcher, 6)
+
+
+FIT = """
+import hashlib, time
+import keras
+import meshwright as mw
+import numpy as np
+
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=1)
+mw.distribute(model, mw.Mirrored())
+pause = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: time.sleep(0.05)
+)
+model.fit(x, x[:, :3], batch_size=8, epochs=4, verbose=0, callbacks=[pause])
+bits = b"".join(np.asarray(v).tobytes() for v in model.variables)
+print("weights", hashlib.sha256(bits).hexdigest(), flush=True)
+"""
+
+
+def test_a_model_is_trained_to_the_same_bits_though_a_host_was_lost(
+    machine: Machine,
+) -> None:
+    # faults.md rows 1, 22
+    machine.write(FIT)
+    options = ("--hosts", "127.0.0.2,127.0.0.3", "--save-every", "4")
+    weights = re.compile(r"weights (\w+)")
+    launcher = machine.train(*options, "--run", "disturbed")
+    events = machine.folder / "disturbed/events.jsonl"
+    while not any(event["event"] == "saved" for event in read_lines(events)):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    machine.agent_at("127.0.0.3").kill()
+    said = end(launcher, 0)
+    assert "goes on after step" in said
+    undisturbed = end(machine.train(*options, "--run", "undisturbed"), 0)
+    assert weights.findall(said) == weights.findall(undisturbed) != []

@@ -90,23 +90,7 @@ def train(
             return done, folder.path
         as_it_is = console.is_terminal and not training.all_ranks
         job = _job(training, script, folder.path, shown=as_it_is)
-
-        def log(text: str) -> None:
-            folder.note("notice", text=text)
-            console.warn(text)
-
-        try:
-            with _company_of(training, job, log, stop) as company:
-                folder.begin(script, training.arguments)
-                outcome = _supervise(training, company.crews, folder, console, stop)
-                company.status = outcome.exit_code
-        except RendezvousError:
-            if not stop.is_wanted:
-                raise
-            how: Literal["interrupted", "preempted"]
-            how = "interrupted" if stop.exit_code == 130 else "preempted"
-            outcome = Outcome(how=how, exit_code=stop.exit_code)
-        return outcome, folder.path
+        return _run_job(job, training, folder, console, stop), folder.path
 
 
 def follow(training: Training, task: Task) -> int:
@@ -122,6 +106,33 @@ def follow(training: Training, task: Task) -> int:
     if training.resume == "auto" and (path / "finished.json").exists():
         return 0  # task 0 has nothing to do, and says so
     return follow_head(task, _job(training, script, path))
+
+
+def _run_job(
+    job: Job,
+    training: Training,
+    folder: RunFolder,
+    console: Console,
+    stop: StopRequests,
+) -> Outcome:
+    """Brings the hosts together, and runs the job on them."""
+
+    def log(text: str) -> None:
+        folder.note("notice", text=text)
+        console.warn(text)
+
+    try:
+        with _company_of(training, job, log, stop) as company:
+            folder.begin(job.script, job.arguments)
+            outcome = _supervise(training, company.crews, folder, console, stop)
+            company.status = outcome.exit_code
+            return outcome
+    except RendezvousError:
+        if not stop.is_wanted:
+            raise
+        how: Literal["interrupted", "preempted"]
+        how = "interrupted" if stop.exit_code == 130 else "preempted"
+        return Outcome(how=how, exit_code=stop.exit_code)
 
 
 def _job(training: Training, script: Path, folder: Path, shown: bool = False) -> Job:
@@ -290,7 +301,8 @@ def _where_it_runs(
         for rank, share in zip(crew.ranks, crew.shares, strict=True)
     ]
     lines = [
-        f"{command} on {processes} of {hosts} ({'; '.join(shares)})",
+        f"{command} on {processes} of {hosts}"
+        + (f" ({'; '.join(shares)})" if shares else ""),
         f"run folder {folder.path}",
     ]
     if world > 1 and not training.all_ranks:
