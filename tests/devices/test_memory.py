@@ -6,6 +6,7 @@ from typing import Any
 import meshwright as mw
 from meshwright.devices.memory import (
     StepMemory,
+    explaining_exhaustion,
     layer_path,
     refuse_over_limit,
 )
@@ -304,6 +305,31 @@ def test_without_a_limit_the_allocator_s_own_error_passes() -> None:
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(jax.errors.JaxRuntimeError), refusal_of_batches_over_limit(X):
         raise full
+
+
+def test_a_device_that_is_full_is_explained_with_a_way_out() -> None:
+    # faults.md row 12
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore of it")
+    with (
+        pytest.raises(MemoryLimitError) as caught,
+        explaining_exhaustion("train_step of 'm'", 64, 2),
+    ):
+        raise full
+    assert caught.value.exit_code == 3
+    assert str(caught.value).split("\n") == [
+        "train_step of 'm' with a batch of 64 in 2 microbatches found no room on its "
+        "device: RESOURCE_EXHAUSTED: Out of memory",
+        "The weights, the state of the optimizer, what is kept for the gradients and "
+        "the batches must fit the memory of each device.",
+        "Use accumulate=4 or remat=True in the strategy, or a smaller batch_size; "
+        "mw.preflight(model, batch_size=64) says what a step needs and the smallest "
+        "change that fits.",
+    ]
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        explaining_exhaustion("train_step of 'm'", 64, 1),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,7 @@ print("weights", hashlib.sha256(bits).hexdigest(), flush=True)
 """
 
 
+@pytest.mark.soak
 def test_a_model_is_trained_to_the_same_bits_though_a_host_was_lost(
     machine: Machine,
 ) -> None:

@@ -22,12 +22,6 @@ import pytest
 
 from checkpoints import damage_of, disk, found, names_in, remount, save, snapshot
 
-# Of several arrays that are written at the same time one may fail while the others are
-# still on their way to an event loop that Orbax has closed then.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
 RULE = (
     "A checkpoint is whole, or it is not there; older ones are kept, and training goes "
     "on."

@@ -4,6 +4,7 @@ import sys
 import traceback
 
 from meshwright import __version__
+from meshwright.cli.chaos import chaos
 from meshwright.cli.ckpt import ckpt
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
@@ -25,7 +26,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (ckpt, demo, devices, doctor, plan, train):
+for _verb in (chaos, ckpt, demo, devices, doctor, plan, train):
     cli.add_command(_verb)
 
 

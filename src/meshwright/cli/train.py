@@ -13,7 +13,7 @@ from meshwright.launch.console import Console
 from meshwright.launch.schedulers import find_task
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.supervisor import Outcome
-from meshwright.launch.training import Resume, Training, follow
+from meshwright.launch.training import SAVE_MINUTES, Resume, Training, follow
 from meshwright.launch.training import train as run_training
 from meshwright.launch.watch import STEP_SECONDS, Limits
 
@@ -81,7 +81,7 @@ class _TrainCommand(click.Command):
     "--save-minutes",
     type=click.FloatRange(min=0, min_open=True),
     callback=_finite,
-    help="Save after so many minutes.",
+    help=f"Save after so many minutes; {SAVE_MINUTES:g} if nothing is said.",
 )
 @click.option(
     "--keep",

@@ -151,6 +151,8 @@ class Injector:
             while True:
                 time.sleep(3600)
         elif fault.kind == "gil":
+            # A signal would wake it up; those that come go to other threads.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             ctypes.PyDLL(None).sleep(2**31 - 1)
         elif fault.kind == "slow":
             self._slow = fault.factor

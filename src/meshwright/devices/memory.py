@@ -153,6 +153,34 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
+@contextlib.contextmanager
+def explaining_exhaustion(
+    what: str, batch_size: int, accumulate: int
+) -> Iterator[None]:
+    """Explains an allocator that has no room for a step, where no limit was set.
+
+    Arguments:
+        what: The step.
+        batch_size: Samples of its batch.
+        accumulate: Microbatches that it is computed in.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        parts = f" in {accumulate} microbatches" if accumulate > 1 else ""
+        raise MemoryLimitError(
+            f"{what} with a batch of {batch_size}{parts} found no room on its device: "
+            f"{str(error).splitlines()[0]}",
+            "The weights, the state of the optimizer, what is kept for the gradients "
+            "and the batches must fit the memory of each device.",
+            f"Use accumulate={2 * accumulate} or remat=True in the strategy, or a "
+            f"smaller batch_size; mw.preflight(model, batch_size={batch_size}) says "
+            "what a step needs and the smallest change that fits.",
+        ) from error
+
+
 def _compare(memory: StepMemory, limit: int, what: str, batch_size: int) -> None:
     if memory.needed <= limit:
         return

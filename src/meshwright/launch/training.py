@@ -34,6 +34,9 @@ from meshwright.launch.watch import Limits
 
 Resume = Literal["auto", "never"]
 
+SAVE_MINUTES = 10.0
+"""A checkpoint is saved so often if nothing else is wanted."""
+
 _FAULT_VARIABLE = "MESHWRIGHT_FAULT"
 
 
@@ -67,6 +70,12 @@ class Training:
     limits: Limits = field(default_factory=Limits)
     on_nan: OnNan = "stop"
     all_ranks: bool = False
+
+    @property
+    def minutes_between_saves(self) -> float | None:
+        """The minutes that were named, or some if nothing was."""
+        named = self.save_every is not None or self.save_minutes is not None
+        return self.save_minutes if named else SAVE_MINUTES
 
 
 def train(
@@ -251,7 +260,7 @@ def _supervise(
     orders = Orders(
         run=str(folder.path),
         save_every=training.save_every,
-        save_minutes=training.save_minutes,
+        save_minutes=training.minutes_between_saves,
         keep=training.keep,
         resume=training.resume == "auto",
         on_nan=training.on_nan,

@@ -9,7 +9,8 @@ joined into one array of bytes: one of their own costs Orbax as much as a megaby
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from meshwright.train.checkpoint_manifest import (
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 from orbax.checkpoint import type_handlers
 
@@ -36,8 +38,6 @@ SMALL = 1 << 20
 """Parts of up to so many bytes are joined."""
 
 JOINED = "joined"
-
-_PLAIN = {"dtype": "|u1", "compressor": None, "filters": None, "zarr_format": 2}
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Index = tuple[slice, ...]
@@ -66,9 +66,7 @@ def copy_arrays(
 
 def write_leaves(folder: Path, leaves: Mapping[str, Bytes]) -> None:
     """Writes arrays of bytes into a folder, which is there, down to the disk."""
-    device = _host_device()
-    item = {name: jax.device_put(leaf, device) for name, leaf in leaves.items()}
-    _orbax().save(epath.Path(folder), args=ocp.args.PyTreeSave(item))
+    _orbax().save(epath.Path(folder), args=ocp.args.PyTreeSave(dict(leaves)))
 
 
 class ArrayReader:
@@ -127,8 +125,7 @@ class ArrayReader:
         folder = file.removesuffix("0")
         header = json.loads((self._folder / folder / ".zarray").read_bytes())
         others = [n for n in self.manifest.files if n.startswith(folder)]
-        wanted = {"shape": [size], "chunks": [size], **_PLAIN}
-        if not wanted.items() <= dict(header).items() or len(others) != 2:
+        if not _header(size).items() <= dict(header).items() or len(others) != 2:
             raise DamageError(f"{folder}.zarray", "is not that of plain bytes")
 
 
@@ -227,12 +224,49 @@ def _start_copy(array: jax.Array) -> None:
             shard.data.copy_to_host_async()
 
 
-def _host_device() -> jax.Device:
-    """A device whose memory is that of this process, so that nothing is copied."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to start no CPUs
-        return jax.local_devices()[0]
+class _BytesHandler(type_handlers.NumpyHandler):
+    """Lets Orbax write arrays of bytes in every process, each its own.
+
+    Orbax' own handler writes them in the first process only.
+    """
+
+    async def serialize(
+        self, values: Sequence[Bytes], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        """Begins to write; what is returned has a `result`."""
+        opened = [
+            tensorstore.open(
+                {
+                    "driver": "zarr",
+                    "kvstore": {
+                        "driver": "file",
+                        "path": os.fspath(info.parent_dir / info.name),
+                    },
+                    "metadata": _header(value.size),
+                },
+                create=True,
+                context=info.ts_context,
+            )
+            for value, info in zip(values, infos, strict=True)
+        ]
+        return [
+            (await file).write(value, can_reference_source_data_indefinitely=True)
+            for file, value in zip(opened, values, strict=True)
+        ]
+
+
+def _header(size: int) -> dict[str, Any]:
+    """What the header of an array of bytes says."""
+    return {
+        "zarr_format": 2,
+        "shape": [size],
+        "chunks": [size],
+        "dtype": "|u1",
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+    }
 
 
 class _Repetitions(logging.Filter):
@@ -247,16 +281,13 @@ class _Repetitions(logging.Filter):
 def _orbax() -> ocp.PyTreeCheckpointHandler:
     """Orbax as if this process were the only one: others have folders of their own."""
     logging.getLogger("absl").addFilter(_Repetitions())
-    own = process_index()
-    arrays = type_handlers.ArrayHandler(
-        primary_host=own, array_metadata_store=None, enable_write_sharding_file=False
-    )
+    alone = ocp.options.MultiprocessingOptions(primary_host=process_index())
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False,
-        use_compression=False,
-        enable_pinned_host_transfer=False,
         type_handler_registry=type_handlers.create_type_handler_registry(
-            (jax.Array, arrays), (np.ndarray, type_handlers.NumpyHandler())
+            (np.ndarray, _BytesHandler()),
+            # Not used, but asked for where metadata is to be stored.
+            (jax.Array, type_handlers.ArrayHandler(array_metadata_store=None)),
         ),
-        multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=own),
+        multiprocessing_options=alone,
     )

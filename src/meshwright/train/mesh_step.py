@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.cluster.channel import telling_of_compiling
 from meshwright.data.resident import ArraysInMemory, Placeable, Shapes, Stretch
 from meshwright.devices.containers import map_leaves
+from meshwright.devices.memory import explaining_exhaustion
 from meshwright.devices.start import user_line
 from meshwright.devices.step import StepCheck, StepState, batch_size
 from meshwright.errors import BatchWarning, StrategyError
@@ -63,6 +64,7 @@ class MeshStep:
         self._programs = MeshPrograms(model, step, plan, mesh, places, skips)
         self._plan = plan
         self._mesh = mesh
+        self._what = f"{step.__name__} of {model.name!r}"
         self._check = StepCheck(model, step.__name__)
         self._state = StepState(model)
         self._newest: Any = None
@@ -247,7 +249,8 @@ class MeshStep:
         self._dispatched.add(program)
         with telling_of_compiling(is_new), self._alone_if_new(program, rest):
             self._check.look(program, (state, *rest), cut.size)
-            outputs, state = run_in_turn(self._mesh, program, state, *rest)
+            with explaining_exhaustion(self._what, cut.size, self._plan.accumulate):
+                outputs, state = run_in_turn(self._mesh, program, state, *rest)
         self._newest = state
         return outputs, self._state.keep(state)
 

@@ -17,6 +17,9 @@ from meshwright.train.checkpoint_store import CheckpointStore, Found, Outcome, S
 from meshwright.train.metrics_log import MetricsLog
 from meshwright.train.position import Position
 
+ASK_SECONDS = 5.0
+"""The first process is asked so often whether it is time to save."""
+
 
 class Run:
     """A run, as one of its processes sees it.
@@ -45,7 +48,8 @@ class Run:
         self._num_fits = 0
         self._is_inside = False
         self._saved_step = 0
-        self._saved_at = time.monotonic()
+        self._saved_at = self._asked_at = time.monotonic()
+        self._num_unasked, self._num_between = 0, 1
 
     @cached_property
     def store(self) -> CheckpointStore:
@@ -59,6 +63,8 @@ class Run:
         found = self.store.find_good() if self.orders.resume else None
         if self.metrics is not None:
             self.metrics.cut(0 if found is None else found.step)
+        if found is None:
+            self.channel.say(resumed=0)
         return found
 
     @property
@@ -109,13 +115,29 @@ class Run:
 
     def wants_checkpoint(self) -> bool:
         """Whether it is time to save; all processes ask at the same step."""
-        every, minutes = self.orders.save_every, self.orders.save_minutes
+        every = self.orders.save_every
         if every and self.step // every > self._saved_step // every:
             return True
-        if not minutes:
+        return self.orders.save_minutes is not None and self._is_time()
+
+    def _is_time(self) -> bool:
+        """Whether it has been so many minutes, by the clock of the first process.
+
+        Asking it takes milliseconds, so it says when to be asked again.
+        """
+        self._num_unasked -= 1
+        if self._num_unasked > 0:
             return False
-        is_time = time.monotonic() - self._saved_at >= 60 * minutes
-        return word_of_first("time to save", str(is_time)) == "True"
+        assert self.orders.save_minutes is not None
+        now = time.monotonic()
+        left = self._saved_at + 60 * self.orders.save_minutes - now
+        asked, self._asked_at = self._asked_at, now
+        each = (now - asked) / self._num_between
+        number = int(min(left / 2, ASK_SECONDS) / each) if left > 0 else 1
+        word = word_of_first("time to save", json.dumps([left <= 0, max(number, 1)]))
+        is_time, self._num_between = json.loads(word)
+        self._num_unasked = self._num_between
+        return bool(is_time)
 
     def save(self, snapshot: Snapshot, *, wait: bool) -> None:
         """Saves a checkpoint, in the background unless it is to be waited for."""

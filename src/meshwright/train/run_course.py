@@ -248,13 +248,13 @@ class RunCourse(Course):
         self._channel.enter("script")
 
     def _mark(self) -> None:
-        self._marked_at = time.monotonic()
+        self._marked_at = self._dispatched_at = time.monotonic()
         self._num_compiled = self._channel.visits["compile"]
 
     def _count_time(self) -> None:
-        """Counts the time since the mark as that of steps, unless one was compiled."""
+        """Counts the time since the dispatch as useful, unless something compiled."""
         if self._channel.visits["compile"] == self._num_compiled:
-            self._run.useful_seconds += time.monotonic() - self._marked_at
+            self._run.useful_seconds += time.monotonic() - self._dispatched_at
         self._mark()
 
     def _settle(self) -> None:
