@@ -13,7 +13,13 @@ from typing import Any
 
 from meshwright.errors import PeerLostError, RendezvousError
 from meshwright.launch.agent import join, wait_for_welcome
-from meshwright.launch.facts import Facts, find_differences, names_of, read_facts
+from meshwright.launch.facts import (
+    Facts,
+    check_reachable,
+    find_differences,
+    names_of,
+    read_facts,
+)
 from meshwright.launch.handshake import Keys, Refused, admit, introduce
 from meshwright.launch.interfaces import (
     VARIABLE,
@@ -24,6 +30,7 @@ from meshwright.launch.interfaces import (
     check_may_listen,
     find_address,
 )
+from meshwright.launch.job import part_of_visible
 from meshwright.launch.line import Line
 from meshwright.launch.rendezvous import Rendezvous
 from meshwright.launch.secret import read_secret, secret_of_run
@@ -207,6 +214,44 @@ def test_a_launcher_tells_what_it_has_without_starting_a_device(tmp_path: Path) 
     assert Facts.from_json(facts.to_json()) == facts
     missing = read_facts(tmp_path / "no.py", [], host="a", task=0, tasks=1, processes=1)
     assert missing.script == "no.py (No such file or directory)"
+
+
+def test_tasks_of_a_host_that_see_the_same_gpus_take_a_part_each() -> None:
+    gpus = tuple(f"GPU-{n}" for n in range(4))
+    with open_door() as door:
+        lines = [door.arrive(facts_of("a", n, tasks=4, gpus=gpus)) for n in (1, 2)]
+        lines.append(door.arrive(facts_of("b", 3, tasks=4, gpus=("GPU-x",))))
+        with pytest.raises(RendezvousError) as caught:
+            door.rendezvous.gather(
+                {1: "1", 2: "2", 3: "3"}, facts_of("a", 0, tasks=4, gpus=gpus)
+            )
+    assert caught.value.received == (
+        "GPUs of a are seen by several tasks: 4 by task 0; 4 by task 1; 4 by task 2."
+    )
+    assert "srun --gpus-per-task" in caught.value.change
+    with open_door() as door:
+        first = door.arrive(facts_of("a", 1, tasks=3, gpus=gpus))
+        second = door.arrive(facts_of("b", 2, tasks=3, gpus=("GPU-x",)))
+        own = facts_of("a", 0, tasks=3, gpus=gpus)
+        door.rendezvous.gather({1: "1", 2: "2"}, own)
+        assert door.rendezvous.part_of(0) == (0, 2)
+        assert wait_for_welcome(first, "a") == (1, 2)
+        assert wait_for_welcome(second, "b") is None
+    assert part_of_visible((0, 2), "GPU-0,GPU-1") == "GPU-0"
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", ""])
+def test_a_cpu_host_whose_name_leads_nowhere_is_told(address: str) -> None:
+    # faults.md row 14
+    bad = facts_of("b", 1, devices="8 x CPU", own_address=address)
+    good = facts_of("a", 0, devices="8 x CPU", own_address="10.0.0.1")
+    with pytest.raises(RendezvousError) as caught:
+        check_reachable([good, bad])
+    assert caught.value.received == (
+        f"The name of b stands for {address or 'nothing'} there."
+    )
+    assert "/etc/hosts of b" in caught.value.change
+    check_reachable([good, facts_of("b", 1, own_address=address)])  # it has GPUs
 
 
 def test_a_clock_that_is_off_is_noticed_and_stops_nobody(

@@ -22,7 +22,7 @@ from meshwright.launch.facts import Facts
 from meshwright.launch.handshake import Refused, introduce
 from meshwright.launch.head_file import read_head
 from meshwright.launch.interfaces import chosen_address, find_address
-from meshwright.launch.job import Job
+from meshwright.launch.job import Job, Part
 from meshwright.launch.line import Line, Message
 
 LOST = 6
@@ -67,8 +67,11 @@ def join(address: str, *, secret: bytes, run: str, facts: Facts) -> Line:
     return line
 
 
-def wait_for_welcome(line: Line, host: str) -> None:
+def wait_for_welcome(line: Line, host: str) -> Part:
     """Waits until all launchers are there.
+
+    Returns:
+        Which part of the GPUs this launcher takes, if others see the same ones.
 
     Raises:
         RendezvousError: The head sent this one, or everybody, away.
@@ -76,7 +79,8 @@ def wait_for_welcome(line: Line, host: str) -> None:
     while True:
         message = line.take_first()  # the next ones may be for `serve`
         if message is not None and "welcome" in message:
-            return
+            part = message["welcome"]
+            return None if part is None else (int(part[0]), int(part[1]))
         if message is not None and "refused" in message:
             raise RendezvousError(*message["refused"])
         if line.lost is not None:
@@ -184,8 +188,8 @@ def main() -> NoReturn:
         )
         secret = bytes.fromhex(knows["secret"])
         line = join(knows["address"], secret=secret, run=run, facts=facts)
-        wait_for_welcome(line, facts.host)
-        crew = job.crew(facts.task, line.address)
+        part = wait_for_welcome(line, facts.host)
+        crew = job.crew(facts.task, line.address, part)
     except MeshwrightError as error:
         print(json.dumps({"error": [error.received, error.rule, error.change]}))
         sys.exit(error.exit_code)

@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import PeerLostError, RendezvousError
 from meshwright.launch.agent import LOST, join, serve, wait_for_welcome
 from meshwright.launch.crew import Crew
+from meshwright.launch.facts import Facts
 from meshwright.launch.head_file import Head, announce_head, wait_for_head
 from meshwright.launch.interfaces import (
     LOOPBACK,
     address_of_head,
     address_towards_host,
 )
-from meshwright.launch.job import Job
+from meshwright.launch.job import Job, Part
 from meshwright.launch.line import Line
 from meshwright.launch.remote_crew import RemoteCrew
 from meshwright.launch.rendezvous import GATHER_SECONDS, Arrival, Rendezvous
@@ -171,7 +172,7 @@ def company_of_tasks(
             seconds=gather_seconds(),
             watch=lambda: _check_wanted(is_stopping),
         )
-        crews: list[Crew] = [job.crew(0, rendezvous.host)]
+        crews: list[Crew] = [job.crew(0, rendezvous.host, rendezvous.part_of(0))]
         crews += [RemoteCrew(arrival, come_back) for arrival in arrivals]
         with _ending(Company(crews)) as company:
             yield company
@@ -188,13 +189,17 @@ def follow_head(task: Task, job: Job) -> int:
         PeerLostError: It was there, is gone, and did not come back.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_PREEMPTED))
-    line = _go_to_head(task, job, gather_seconds())
-    crew = job.crew(task.number, line.address)
+    facts = job.facts(host=socket.gethostname(), task=task.number, tasks=task.count)
+    line, part = _go_to_head(facts, job, gather_seconds())
+    crew = job.crew(task.number, line.address, part)
     try:
         while (status := serve(line, crew)) is None:
             because = line.lost
+            # A head that was started anew may have another script; the devices are
+            # those of the first time, of which this task may have taken only a part.
+            facts = replace(facts, script=job.digest())
             try:
-                line = _go_to_head(task, job, RETURN_SECONDS, again=True)
+                line, _ = _go_to_head(facts, job, RETURN_SECONDS, again=True)
             except RendezvousError as error:
                 raise PeerLostError(
                     f"The launcher of task 0 was lost ({because}), and did not come "
@@ -251,7 +256,9 @@ def _ending(company: Company) -> Iterator[Company]:
                 crew.close()
 
 
-def _go_to_head(task: Task, job: Job, seconds: float, *, again: bool = False) -> Line:
+def _go_to_head(
+    facts: Facts, job: Job, seconds: float, *, again: bool = False
+) -> tuple[Line, Part]:
     """Finds the launcher of task 0, and joins it.
 
     What the run folder says may be what an earlier launch has left there, and a head
@@ -260,19 +267,12 @@ def _go_to_head(task: Task, job: Job, seconds: float, *, again: bool = False) ->
     deadline = time.monotonic() + seconds
     while True:
         head = wait_for_head(job.folder, deadline)
-        facts = job.facts(
-            host=socket.gethostname(),
-            task=task.number,
-            tasks=task.count,
-            folder=head.run,
-        )
         is_there = False
         try:
             secret = secret_of_run(job.folder, os.environ)
             line = join(head.address, secret=secret, run=head.run, facts=facts)
             is_there = True
-            wait_for_welcome(line, facts.host)
-            return line
+            return line, wait_for_welcome(line, facts.host)
         except RendezvousError:
             if time.monotonic() > deadline or (is_there and not again):
                 raise

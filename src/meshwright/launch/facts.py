@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import __version__
+from meshwright.devices.device import Device
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.settings import current_settings
 from meshwright.errors import RendezvousError
+from meshwright.launch.interfaces import find_address, is_loopback
 
 _PACKAGES = ("keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _SKEW_SECONDS = 1.0
@@ -41,6 +44,10 @@ class Facts:
     """How many of which kind its workers have."""
     hidden: str | None = None
     """CUDA_VISIBLE_DEVICES, if it is set."""
+    gpus: tuple[str, ...] = ()
+    """What the driver calls those that it sees."""
+    own_address: str = ""
+    """What its host's own name stands for there; nothing if for nothing."""
     folder: str | None = None
     """Which launch the run folder that it sees belongs to."""
 
@@ -51,7 +58,8 @@ class Facts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Facts":
         """Those of `to_json`."""
-        return cls(**{**values, "arguments": tuple(values["arguments"])})
+        lists = {name: tuple(values[name]) for name in ("arguments", "gpus")}
+        return cls(**{**values, **lists})
 
 
 def read_facts(
@@ -70,11 +78,13 @@ def read_facts(
         task=task,
         tasks=tasks,
         processes=processes,
-        script=_digest(script),
+        script=digest_of(script),
         arguments=tuple(arguments),
         versions=_versions(),
         devices=_devices(),
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpus=tuple(d.uuid for d in _listed() if d.kind == "GPU" and d.uuid),
+        own_address=_own_address(),
         folder=folder,
     )
 
@@ -90,6 +100,44 @@ def check_same(all_facts: Sequence[Facts]) -> None:
         "many devices of the same kind.",
         _advice(differences, all_facts),
     )
+
+
+def check_reachable(all_facts: Sequence[Facts]) -> None:
+    """Raises an error if CPU processes of a host would be reached by nobody."""
+    for facts in all_facts:
+        address = facts.own_address
+        if "GPU" not in facts.devices and (not address or is_loopback(address)):
+            raise RendezvousError(
+                f"The name of {facts.host} stands for {address or 'nothing'} there.",
+                "CPU processes of several hosts reach each other by what the names of "
+                "their hosts stand for (Gloo, in JAX).",
+                f"In /etc/hosts of {facts.host}, write its address in the network in "
+                "front of its own name.",
+            )
+
+
+def parts_of_gpus(all_facts: Sequence[Facts]) -> dict[int, tuple[int, int]]:
+    """Which part of the GPUs a launcher takes that sees the same ones as others.
+
+    Returns:
+        By number of the launcher, of those that have to share: which part, of how many.
+    """
+    parts = {}
+    for facts in all_facts:
+        sharers = [f for f in all_facts if set(f.gpus) & set(facts.gpus)]
+        if len(sharers) < 2:
+            continue
+        if any(f.gpus != facts.gpus for f in sharers) or len(facts.gpus) % len(sharers):
+            seen = "; ".join(f"{len(f.gpus)} by task {f.task}" for f in sharers)
+            raise RendezvousError(
+                f"GPUs of {facts.host} are seen by several tasks: {seen}.",
+                "Tasks of one host see GPUs of their own, or all see the same ones, "
+                "which can be divided between them.",
+                "Let the scheduler give each task its own (srun --gpus-per-task), or "
+                "start one task on each host.",
+            )
+        parts[facts.task] = (sharers.index(facts), len(sharers))
+    return parts
 
 
 def find_differences(all_facts: Sequence[Facts]) -> list[str]:
@@ -185,7 +233,8 @@ def _advice(differences: Sequence[str], all_facts: Sequence[Facts]) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _digest(script: Path) -> str:
+def digest_of(script: Path) -> str:
+    """What a script is called, and the beginning of its digest."""
     try:
         return f"{script.name} ({hashlib.sha256(script.read_bytes()).hexdigest()[:12]})"
     except OSError as error:
@@ -202,9 +251,20 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _listed() -> list[Device]:
+    return list_devices(current_settings())
+
+
+def _own_address() -> str:
+    try:
+        return find_address(socket.gethostname(), seconds=2)
+    except RendezvousError:
+        return ""
+
+
 def _devices() -> str:
     """Accelerators by model; CPUs only where there are no others."""
-    listed = list_devices(current_settings())
+    listed = _listed()
     accelerators = [f"{d.kind} {d.model}" for d in listed if d.kind != "CPU"]
     counts = Counter(accelerators or [d.kind for d in listed])
     return ", ".join(f"{count} x {kind}" for kind, count in counts.items())

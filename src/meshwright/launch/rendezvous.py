@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from meshwright.errors import MeshwrightError, PeerLostError, RendezvousError
 from meshwright.launch.facts import (
     Facts,
+    check_reachable,
     check_same,
     describe_skew,
     find_differences,
     names_of,
+    parts_of_gpus,
 )
 from meshwright.launch.handshake import PATIENCE_SECONDS, Refused, admit
-from meshwright.launch.interfaces import joined
+from meshwright.launch.interfaces import is_loopback, joined
 from meshwright.launch.line import Line
 
 GATHER_SECONDS = 7.0
@@ -73,6 +75,7 @@ class Rendezvous:
         self._seats: dict[int, Arrival] = {}
         self._doubles: list[tuple[Arrival, str]] = []
         self._gathered = False
+        self._parts: dict[int, tuple[int, int]] = {}
         self._refused: list[str] = []
         self._doorway: deque[socket.socket] = deque()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -103,7 +106,11 @@ class Rendezvous:
         """
         try:
             found = self._wait_for(expected, own, seconds, watch)
-            check_same([*([own] if own else []), *(a.facts for a in found)])
+            everybody = [*([own] if own else []), *(a.facts for a in found)]
+            check_same(everybody)
+            if not is_loopback(self.host):
+                check_reachable(everybody)
+            self._parts = parts_of_gpus(everybody)
         except MeshwrightError as error:
             self.dismiss(error)
             raise
@@ -112,10 +119,14 @@ class Rendezvous:
         for arrival, name in zip(
             found, names_of([a.facts for a in found]), strict=True
         ):
-            arrival.line.send({"welcome": True})
+            arrival.line.send({"welcome": self.part_of(arrival.facts.task)})
             if notice := describe_skew(name, arrival.skew, arrival.uncertain):
                 self._log(notice)
         return found
+
+    def part_of(self, task: int) -> tuple[int, int] | None:
+        """Which part of the GPUs that it sees a launcher takes; None for all."""
+        return self._parts.get(task)
 
     def come_back(
         self,
@@ -139,7 +150,7 @@ class Rendezvous:
             with self._changed:
                 self._changed.wait(0.1)
         check_same([before.facts, found.facts])
-        found.line.send({"welcome": True})
+        found.line.send({"welcome": self.part_of(task)})
         return found
 
     def dismiss(self, error: MeshwrightError) -> None:
