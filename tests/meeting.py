@@ -23,6 +23,7 @@ HEAD = Facts(
     arguments=("--epochs", "3"),
     versions={"python": "3.12.1", "keras": "3.15.1", "jax": "0.12.0"},
     devices="8 x GPU H200",
+    folder=RUN,
 )
 
 

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from meshwright.errors import RendezvousError
+from meshwright.launch.company import gather_seconds
 from meshwright.launch.interfaces import VARIABLE
 from meshwright.launch.records import read_lines
-from meshwright.launch.ssh import explain_end, ssh_command
+from meshwright.launch.ssh import SshAgent, check_hosts, explain_end, ssh_command
 
 import psutil
 import pytest
@@ -249,16 +251,18 @@ def test_a_host_with_other_devices_is_told(machine: Machine) -> None:
     ("hosts", "received"),
     [
         ("a,,b", "--hosts received 'a,,b', with '' in it."),
-        ("a,-oProxyCommand=x", "with '-oProxyCommand=x' in it."),
-        ("a;b", "with 'a;b' in it."),
+        (
+            "a,-oProxyCommand=x",
+            "--hosts received 'a,-oProxyCommand=x', with '-oProxyCommand=x' in it.",
+        ),
+        ("a;b", "--hosts received 'a;b', with 'a;b' in it."),
         ("a,b,a", "--hosts received 'a,b,a', with 'a' twice."),
     ],
 )
-def test_hosts_that_are_no_names_are_refused(
-    machine: Machine, hosts: str, received: str
-) -> None:
-    assert received in end(machine.train("--hosts", hosts), 6)
-    assert not machine.ssh_log.read_text()
+def test_hosts_that_are_no_names_are_refused(hosts: str, received: str) -> None:
+    with pytest.raises(RendezvousError) as caught:
+        check_hosts(hosts.split(","))
+    assert caught.value.received == received
 
 
 def test_what_concerns_a_run_goes_along_and_secrets_do_not() -> None:
@@ -278,20 +282,14 @@ def test_what_concerns_a_run_goes_along_and_secrets_do_not() -> None:
     assert "env MESHWRIGHT_VIRTUAL=GPU:4 'XLA_FLAGS=--a --b' /" in command[-1]
 
 
-def test_without_an_ssh_client_it_is_told_so(machine: Machine) -> None:
-    said = end(machine.train("--hosts", "a,b", MESHWRIGHT_SSH="/no/ssh"), 6)
-    assert "error: ssh cannot be started: No such file or directory (/no/ssh)." in said
-    assert "fix: Install an ssh client, or set MESHWRIGHT_SSH" in said
-
-
-def test_a_launcher_does_not_listen_on_every_interface_unasked(
-    machine: Machine,
-) -> None:
-    # faults.md G13
-    everywhere = ".".join("0000")
-    said = end(machine.train("--hosts", "a,b", **{VARIABLE: everywhere}), 6)
-    assert "which is every interface" in said
-    assert "pass --allow-public-bind" in said
+def test_without_an_ssh_client_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_SSH", "/no/ssh")
+    with pytest.raises(RendezvousError) as caught:
+        SshAgent("a", {}, print)
+    assert caught.value.received == (
+        "ssh cannot be started: No such file or directory (/no/ssh)."
+    )
+    assert "set MESHWRIGHT_SSH" in caught.value.change
 
 
 def test_a_host_that_is_lost_is_named_and_started_again(machine: Machine) -> None:
@@ -320,19 +318,19 @@ def test_tasks_of_a_scheduler_find_each_other_and_end_alike(machine: Machine) ->
 def test_a_task_that_does_not_come_is_told(machine: Machine) -> None:
     # faults.md rows 14, 16, G14
     began = time.monotonic()
-    patience = {"MESHWRIGHT_GATHER_SECONDS": "3"}
+    patience = {"MESHWRIGHT_GATHER_SECONDS": "2"}
     head = machine.train(**slurm(0, 3), **patience)
     other = machine.train(**slurm(1, 3), **patience)
     said = end(head, 6)
     assert time.monotonic() - began <= SECONDS
-    assert "error: After 3 s task 2 had not come to 127.0.0.1:" in said
+    assert "error: After 2 s task 2 had not come to 127.0.0.1:" in said
     assert "task 2 had not come" in end(other, 6), "the other hears of it"
 
 
 def test_tasks_without_a_head_say_what_they_looked_for(machine: Machine) -> None:
     # faults.md row 14
     began = time.monotonic()
-    said = end(machine.train(**slurm(1), MESHWRIGHT_GATHER_SECONDS="2"), 6)
+    said = end(machine.train(**slurm(1), MESHWRIGHT_GATHER_SECONDS="1"), 6)
     assert time.monotonic() - began <= SECONDS
     assert f"There is no {machine.folder / 'runs/script/head.json'}." in said
     assert "on a disk that all hosts share" in said
@@ -396,11 +394,15 @@ def test_asked_to_stop_while_it_waits_for_others_a_launcher_stops(
     assert list(read_lines(machine.folder / "runs/script/events.jsonl")) == []
 
 
-def test_how_long_to_wait_can_be_said(machine: Machine) -> None:
-    launcher = machine.train(**slurm(0), MESHWRIGHT_GATHER_SECONDS="0.1")
-    assert "error: After 0.1 s task 1 had not come" in end(launcher, 6)
-    launcher = machine.train(**slurm(0), MESHWRIGHT_GATHER_SECONDS="soon")
-    assert "error: MESHWRIGHT_GATHER_SECONDS='soon'." in end(launcher, 6)
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_how_long_to_wait_is_a_number_of_seconds(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_GATHER_SECONDS", given)
+    with pytest.raises(RendezvousError) as caught:
+        gather_seconds()
+    assert caught.value.received == f"MESHWRIGHT_GATHER_SECONDS={given!r}."
+    assert "MESHWRIGHT_GATHER_SECONDS=600" in caught.value.change
 
 
 FIT = """

@@ -216,6 +216,25 @@ def test_a_launcher_tells_what_it_has_without_starting_a_device(tmp_path: Path) 
     assert missing.script == "no.py (No such file or directory)"
 
 
+def test_a_host_with_another_run_folder_is_told() -> None:
+    with open_door() as door:
+        door.arrive(facts_of("b", 1, folder="run 6"))
+        with pytest.raises(RendezvousError) as caught:
+            door.rendezvous.gather({1: "b"}, HEAD)
+    assert caught.value.received == (
+        "The run folder on b is not the one that the launcher sees."
+    )
+    assert "--run DIR" in caught.value.change
+
+
+def test_whoever_listens_everywhere_tells_an_address_that_others_can_reach() -> None:
+    with open_door(EVERY) as door:
+        assert door.rendezvous.host != EVERY
+        door.arrive(facts_of("b", 1))
+        # The check of names is for hosts in a network; these say that they have GPUs.
+        assert len(door.rendezvous.gather({1: "b"}, HEAD)) == 1
+
+
 def test_tasks_of_a_host_that_see_the_same_gpus_take_a_part_each() -> None:
     gpus = tuple(f"GPU-{n}" for n in range(4))
     with open_door() as door:

@@ -130,7 +130,6 @@ def company_by_ssh(
                 seconds=gather_seconds(),
                 watch=watch,
             )
-            _check_folder(arrivals, job, head.run, rendezvous)
             crews: dict[int, Crew] = {
                 a.facts.task: RemoteCrew(a, come_back) for a in arrivals
             }
@@ -270,7 +269,8 @@ def _go_to_head(
         is_there = False
         try:
             secret = secret_of_run(job.folder, os.environ)
-            line = join(head.address, secret=secret, run=head.run, facts=facts)
+            seen = replace(facts, folder=head.run)
+            line = join(head.address, secret=secret, run=head.run, facts=seen)
             is_there = True
             return line, wait_for_welcome(line, facts.host)
         except RendezvousError:
@@ -312,21 +312,6 @@ def _check_wanted(is_stopping: Callable[[], bool]) -> None:
             "Launchers that come together wait for the others.",
             "Start it again.",
         )
-
-
-def _check_folder(
-    arrivals: Sequence[Arrival], job: Job, run: str, rendezvous: Rendezvous
-) -> None:
-    others = [a.facts.host for a in arrivals if a.facts.folder != run]
-    if others:
-        error = RendezvousError(
-            f"The run folder {job.folder} on {', '.join(others)} is not the one that "
-            "the launcher sees.",
-            "All hosts of a run see the same run folder: checkpoints lie in it.",
-            "Put it on a disk that all hosts share, with --run DIR.",
-        )
-        rendezvous.dismiss(error)
-        raise error
 
 
 def _is_here(host: str) -> bool:

@@ -102,6 +102,18 @@ def check_same(all_facts: Sequence[Facts]) -> None:
     )
 
 
+def check_folder(all_facts: Sequence[Facts], launch: str) -> None:
+    """Raises an error if the run folder of a host is not that of the launch."""
+    others = [facts.host for facts in all_facts if facts.folder != launch]
+    if others:
+        raise RendezvousError(
+            f"The run folder on {', '.join(others)} is not the one that the launcher "
+            "sees.",
+            "All hosts of a run see the same run folder: checkpoints lie in it.",
+            "Put it on a disk that all hosts share, with --run DIR.",
+        )
+
+
 def check_reachable(all_facts: Sequence[Facts]) -> None:
     """Raises an error if CPU processes of a host would be reached by nobody."""
     for facts in all_facts:

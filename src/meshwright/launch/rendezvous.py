@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from meshwright.errors import MeshwrightError, PeerLostError, RendezvousError
 from meshwright.launch.facts import (
     Facts,
+    check_folder,
     check_reachable,
     check_same,
     describe_skew,
@@ -23,7 +24,7 @@ from meshwright.launch.facts import (
     parts_of_gpus,
 )
 from meshwright.launch.handshake import PATIENCE_SECONDS, Refused, admit
-from meshwright.launch.interfaces import is_loopback, joined
+from meshwright.launch.interfaces import is_loopback, is_wildcard, joined, own_address
 from meshwright.launch.line import Line
 
 GATHER_SECONDS = 7.0
@@ -51,7 +52,7 @@ class Rendezvous:
     """The head's open door, from before the start until after the end.
 
     Arguments:
-        address: Of this host, to listen on.
+        address: Of this host, to listen on; `host` is what others are told.
         secret: What others must know.
         run: What this launch is called; others must want the same.
         log: Takes lines about strangers and clocks.
@@ -69,7 +70,7 @@ class Rendezvous:
     ) -> None:
         self._secret, self._run, self._log = secret, run, log
         self._listener = _listen(address, port)
-        self.host = address
+        self.host = own_address() if is_wildcard(address) else address
         self.port = int(self._listener.getsockname()[1])
         self._changed = threading.Condition()
         self._seats: dict[int, Arrival] = {}
@@ -108,6 +109,7 @@ class Rendezvous:
             found = self._wait_for(expected, own, seconds, watch)
             everybody = [*([own] if own else []), *(a.facts for a in found)]
             check_same(everybody)
+            check_folder(everybody, self._run)
             if not is_loopback(self.host):
                 check_reachable(everybody)
             self._parts = parts_of_gpus(everybody)
@@ -303,7 +305,7 @@ def _listen(address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
+        listener.bind(("" if address == "*" else address, port))
         listener.listen(_MOST_STRANGERS * 2)
     except OSError as error:
         listener.close()
