@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshwright.cluster.orders import Orders
 from meshwright.errors import PeerLostError, RendezvousError
+from meshwright.launch.agent import wait_for_welcome
 from meshwright.launch.crew import Ended, Event, Lost, Printed, Said
 from meshwright.launch.interfaces import VARIABLE
 from meshwright.launch.remote_crew import RemoteCrew
@@ -191,6 +192,28 @@ def test_a_launcher_does_with_workers_of_another_host_what_it_does_with_its_own(
     crew.dismiss(7)
     assert agents.processes[0].wait(SECONDS) == 7, "the status of the run"
     assert all_gone(processes_of(again))
+
+
+def test_events_that_come_before_an_answer_are_noticed_after_it() -> None:
+    with open_door() as door:
+        agent = door.arrive(facts_of("b", 1))
+        (arrival,) = door.rendezvous.gather({1: "b"}, facts_of("a", 0))
+        crew = RemoteCrew(arrival)
+
+        def answer() -> None:
+            wait_for_welcome(agent, "b")
+            while (asked := agent.take_first()) is None:
+                agent.wait(1)
+            said = ("Said", {"rank": 1, "facts": {"saved": 7}})
+            agent.send({"events": [said]})
+            agent.send({"to": asked["number"], "answer": "sleeping"})
+
+        helper = threading.Thread(target=answer)
+        helper.start()
+        assert crew.state_of(1) == "sleeping"
+        helper.join()
+        assert select.select(crew.filenos(), [], [], 0)[0], "there is something to take"
+        assert crew.take_events() == [Said(1, {"saved": 7})]
 
 
 def test_what_an_agent_cannot_do_is_told_with_its_name(agents: Agents) -> None:

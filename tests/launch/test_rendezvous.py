@@ -329,6 +329,9 @@ def test_strangers_are_refused_and_logged_and_disturb_nobody() -> None:
     # faults.md row 24, G13
     with open_door() as door:
         silent = [door.stranger() for _ in range(80)]  # more than may be in the doorway
+        silent[0].settimeout(2)
+        assert silent[0].recv(48, socket.MSG_WAITALL)
+        assert silent[0].recv(1) == b"", "the first has to leave when many come"
         drop = door.stranger()
         drop.sendall(b"m")  # ... and one that sends its greeting byte by byte
         for words in STRANGERS.values():

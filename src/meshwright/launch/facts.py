@@ -11,14 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright import __version__
 from meshwright.devices.device import Device
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.settings import current_settings
 from meshwright.errors import RendezvousError
 from meshwright.launch.interfaces import find_address, is_loopback
 
-_PACKAGES = ("keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
+_PACKAGES = ("meshwright", "keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _SKEW_SECONDS = 1.0
 
 
@@ -254,7 +253,7 @@ def digest_of(script: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "meshwright": __version__}
+    found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
