@@ -176,9 +176,17 @@ class HangError(MeshwrightError, TimeoutError):
 
 
 class NumericError(MeshwrightError, ArithmeticError):
-    """A loss or weights that are NaN or infinite."""
+    """A loss or weights that are NaN or infinite.
+
+    Attributes:
+        step: The step that led to them, counted over the whole run.
+    """
 
     exit_code = 8
+
+    def __init__(self, received: str, rule: str, change: str, *, step: int = 0) -> None:
+        super().__init__(received, rule, change)
+        self.step = step
 
 
 class PeerLostError(MeshwrightError, TimeoutError):

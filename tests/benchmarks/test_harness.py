@@ -170,7 +170,9 @@ def test_an_unknown_suite_is_refused_with_the_names_that_exist() -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "no suite ['fast']; there are devices, start, fit, mesh" in done.stderr
+    assert (
+        "no suite ['fast']; there are checkpoints, devices, start, fit" in done.stderr
+    )
 
 
 def test_the_reference_job_is_the_one_that_is_promised() -> None:

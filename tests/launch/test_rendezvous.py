@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -412,6 +413,29 @@ def test_a_proof_cannot_be_sent_back() -> None:
     echo.join()
     ours.close()
     theirs.close()
+
+
+def test_a_proof_that_was_listened_to_is_worth_nothing_at_another_time() -> None:
+    # faults.md row 24
+    ours, theirs = connected()
+    ours.sendall(b"meshwright run 1" + bytes(32))
+
+    def be_honest() -> None:
+        with suppress(Refused):  # nobody answers
+            introduce(theirs, SECRET, RUN)
+
+    member = threading.Thread(target=be_honest)
+    member.start()
+    proof = ours.recv(96, socket.MSG_WAITALL)
+    ours.close()
+    member.join()
+    theirs.close()
+    with open_door() as door, door.stranger() as stranger:
+        stranger.recv(48, socket.MSG_WAITALL)
+        stranger.sendall(proof)
+        assert stranger.recv(33, socket.MSG_WAITALL) == b"\x01" + bytes(32)
+        until(lambda: door.logged)
+        assert door.logged[0].endswith("it does not know the run's secret")
 
 
 @pytest.mark.parametrize("attack", ["change", "repeat", "swap", "insert", "reflect"])

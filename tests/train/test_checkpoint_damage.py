@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
-from meshwright.train.checkpoint_folder import examine
+from meshwright.train.checkpoint_folder import examine, read_manifest
 from meshwright.train.checkpoint_manifest import DamageError, OtherFormatError
 from meshwright.train.checkpoint_store import CheckpointStore
 
@@ -138,6 +138,16 @@ def test_a_link_to_the_same_bytes_is_refused(
     assert damage_of(copy).startswith(f"{name} ")
 
 
+def test_a_manifest_is_not_read_through_a_link(copy: Path, tmp_path: Path) -> None:
+    (copy / "manifest.json").rename(tmp_path / "elsewhere")
+    (copy / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamageError) as caught:
+        read_manifest(copy)
+    assert str(caught.value) == (
+        "manifest.json cannot be read (Too many levels of symbolic links)"
+    )
+
+
 def test_links_to_folders_are_refused(copy: Path, tmp_path: Path) -> None:
     (copy / "arrays").rename(tmp_path / "elsewhere")
     (copy / "arrays").symlink_to(tmp_path / "elsewhere")
@@ -230,6 +240,7 @@ def add_file(name: str) -> Callable[[Any], None]:
         lambda manifest: manifest["arrays"]["weights/kernel"]["pieces"].append(
             manifest["arrays"]["weights/kernel"]["pieces"][0]
         ),
+        set_entry(pieces=[[0, "joined", 0, [0, 0], [10, 4]]] * 2),
         set_piece(0, -1),
         set_piece(0, "../0"),
         set_piece(1, "../joined"),

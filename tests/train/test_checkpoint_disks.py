@@ -3,9 +3,11 @@
 faults.md rows 26, 34, 36 and G3, on real file systems of a few megabytes.
 """
 
+import errno
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,6 +208,31 @@ def test_an_error_that_no_disk_makes_is_told_with_its_type(tmp_path: Path) -> No
 def test_without_rights_it_says_whose(tmp_path: Path) -> None:
     error = explain(PermissionError(13, "Permission denied"), 7, tmp_path, 0)
     assert error.change == f"Make {tmp_path} writable, or use another folder."
+
+
+def test_without_room_it_says_so_whether_by_quota_or_not(tmp_path: Path) -> None:
+    error = explain(OSError(errno.EDQUOT, "Disk quota exceeded"), 7, tmp_path, 0)
+    assert "Disk quota exceeded" in error.received
+    assert error.change == "Free space there, or use another folder."
+
+
+def test_folders_that_other_hosts_make_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # faults.md row 35: a network file system shows them after a while
+    def make_folder() -> None:
+        (tmp_path / "temporary" / "1").mkdir()
+
+    with pytest.raises(FileNotFoundError):
+        checkpoint_save.when_visible(make_folder)
+    monkeypatch.setattr(checkpoint_save, "process_count", lambda: 2)
+    other = threading.Timer(0.2, (tmp_path / "temporary").mkdir)
+    other.start()
+    checkpoint_save.when_visible(make_folder)
+    assert (tmp_path / "temporary" / "1").is_dir()
+    monkeypatch.setattr(checkpoint_save, "_PATIENCE_SECONDS", 0.1)
+    with pytest.raises(FileNotFoundError):
+        checkpoint_save.when_visible((tmp_path / "gone" / "1").mkdir)
 
 
 def test_a_save_that_fails_is_over_when_the_next_one_begins(tmp_path: Path) -> None:

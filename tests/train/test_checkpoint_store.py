@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, CheckpointWarning
 from meshwright.train import checkpoint_manifest, checkpoint_save, checkpoint_store
+from meshwright.train.checkpoint_arrays import copy_arrays
 from meshwright.train.checkpoint_store import CheckpointStore, Outcome
 from meshwright.train.checkpoint_versions import versions
 
@@ -114,6 +115,31 @@ def test_what_is_saved_may_be_donated_at_once(store: CheckpointStore) -> None:
         for name, array in restored.items():
             assert np.asarray(array).all(), (step, name)
         arrays = {name: array + 1 for name, array in changed.items()}
+
+
+@pytest.mark.parametrize("spec", [(), ("axis",)], ids=["copies", "rows"])
+def test_what_is_restored_may_be_donated(store: CheckpointStore, spec: Any) -> None:
+    values = np.arange(1 << 20, dtype=np.float32)
+    arrays = {
+        "small": jax.device_put(values[:64], sharding(8, *spec)),
+        "large": jax.device_put(values, sharding(8, *spec)),
+    }
+    store.save(snapshot(1, arrays))
+    change = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
+    restored = store.restore(found(store), targets(arrays))
+    for name, array in restored.items():
+        changed = change(change(array))
+        for shard in changed.addressable_shards:
+            wanted = np.asarray(arrays[name])[shard.index] * 4 + 3
+            np.testing.assert_array_equal(shard.data, wanted, name)
+
+
+def test_copies_share_no_memory_with_what_was_copied() -> None:
+    arrays = {"small": jnp.ones(1000), "large": jnp.ones(1 << 20)}
+    copies = copy_arrays(arrays, {}, 0)
+    for leaf in copies.leaves.values():
+        for array in arrays.values():
+            assert not np.shares_memory(leaf, np.asarray(array))
 
 
 def test_saves_are_told_from_their_thread(tmp_path: Path) -> None:
@@ -292,6 +318,17 @@ def test_another_format_is_refused_and_not_passed_over(
     ]
 
 
+def test_checkpoints_of_another_format_are_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    monkeypatch.setattr(checkpoint_manifest, "FORMAT", 2)
+    save(store, 1)
+    monkeypatch.undo()
+    save(store, 2, 3)
+    assert names_in(tmp_path) == ["1", "3"]
+
+
 def test_the_newest_is_damaged_and_the_one_before_is_used_loudly(
     tmp_path: Path,
 ) -> None:
@@ -359,7 +396,7 @@ def test_a_script_that_ends_during_a_save_completes_it(
         "import jax.numpy as jnp\n"
         "from meshwright.train.checkpoint_store import CheckpointStore, Snapshot\n"
         "store = CheckpointStore(Path('checkpoints'))\n"
-        "arrays = {'large': jnp.ones(1 << 24)}\n"
+        "arrays = {f'large_{i}': jnp.ones(1 << 22) for i in range(5)}\n"
         "store.save(Snapshot(1, arrays, {}, {}))\n"
     )
     assert names_in(tmp_path / "checkpoints") == ["1"]

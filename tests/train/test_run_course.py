@@ -82,7 +82,7 @@ def test_a_loss_that_is_nan_stops_a_run_and_is_not_saved(tmp_path: Path) -> None
     start_of_script()
     with taking_part(tmp_path, save_every=1), pytest.raises(NumericError) as caught:
         fit(BAD)
-    assert caught.value.exit_code == 8
+    assert (caught.value.exit_code, caught.value.step) == (8, 3)
     assert str(caught.value).split("\n") == [
         "Step 3 of 'sequential' came to a loss of nan, in epoch 1; the newest "
         "checkpoint is from before.",

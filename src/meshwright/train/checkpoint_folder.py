@@ -18,6 +18,7 @@ from meshwright.train.checkpoint_manifest import (
     MANIFEST,
     DamageError,
     Manifest,
+    OtherFormatError,
     Seal,
 )
 
@@ -216,5 +217,7 @@ def superfluous(folder: Path, keep: int, damaged: Set[int] = frozenset()) -> lis
 def _is_kept(folder: Path) -> bool:
     try:
         return read_manifest(folder).keep
+    except OtherFormatError:
+        return True  # not ours to judge
     except DamageError:
         return False

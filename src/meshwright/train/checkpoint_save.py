@@ -102,7 +102,7 @@ class Save:
         """Writes the part of this process; returns what it consists of."""
         own = f"{ARRAYS}/{process_index()}"
         folder = self.folder / name / own
-        _when_visible(lambda: folder.mkdir(mode=0o700))
+        when_visible(lambda: folder.mkdir(mode=0o700))
         if self.copies.leaves:
             write_leaves(folder, self.copies.leaves)
         for leaf in self.copies.leaves:
@@ -134,7 +134,9 @@ class Save:
             host=_merged(part["host"] for part in parts),
             files=files,
         )
-        write_file(self._temporary, MANIFEST, manifest.to_bytes())
+        content = manifest.to_bytes()
+        Manifest.from_bytes(content)  # what cannot be read is not written either
+        write_file(self._temporary, MANIFEST, content)
         sync_folder(self._temporary / ARRAYS)
         sync_folder(self._temporary)
         give_name(self._temporary, self.folder, self.step)
@@ -146,17 +148,23 @@ def _as_json(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Entry]:
-    """The arrays of all processes, each with its parts from all of them."""
+    """The arrays of all processes, each with its parts from all of them.
+
+    Before its first step a pipeline has all of its weights in every process; those of
+    the first one count.
+    """
     merged: dict[str, Entry] = {}
     for part in parts:
         for name, content in part.items():
             entry = Entry.from_json(content)
             before = merged[name].pieces if name in merged else ()
-            merged[name] = Entry(entry.shape, entry.dtype, before + entry.pieces)
+            regions = {(piece.start, piece.shape) for piece in before}
+            others = [p for p in entry.pieces if (p.start, p.shape) not in regions]
+            merged[name] = Entry(entry.shape, entry.dtype, (*before, *others))
     return merged
 
 
-def _when_visible(act: Callable[[], None]) -> None:
+def when_visible(act: Callable[[], None]) -> None:
     """Does something in a folder that another host has made, when it is seen here."""
     deadline = time.monotonic() + _PATIENCE_SECONDS * (process_count() > 1)
     while True:

@@ -290,6 +290,7 @@ class RunCourse(Course):
             "Look at the data of that step, lower the learning rate or clip gradients. "
             "--on-nan rollback tries again from the checkpoint, --on-nan skip leaves "
             "such steps out.",
+            step=step,
         )
 
     def _refuse_failed_save(self) -> None:

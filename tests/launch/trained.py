@@ -1,0 +1,25 @@
+"""An ordinary script, which trains a model on all devices of all processes."""
+
+import os
+import time
+
+import meshwright as mw
+
+import keras
+import numpy as np
+
+keras.utils.set_random_seed(1)
+chance = np.random.default_rng(0)
+x = chance.normal(size=(200, 8)).astype("float32")
+y = chance.integers(0, 3, 200)
+with mw.Mirrored().scope():
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+pause = float(os.environ.get("PAUSE_SECONDS", "0"))
+pausing = keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, logs: epoch == 1 and time.sleep(pause)
+)
+history = model.fit(x, y, batch_size=10, epochs=3, callbacks=[pausing], verbose=0)
+print("losses", history.history["loss"])
