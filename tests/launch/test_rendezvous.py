@@ -8,10 +8,12 @@ import stat
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from meshwright.devices.device import Device
 from meshwright.errors import PeerLostError, RendezvousError
 from meshwright.launch.agent import join, wait_for_welcome
 from meshwright.launch.facts import (
@@ -213,6 +215,10 @@ def test_a_launcher_tells_what_it_has_without_starting_a_device(tmp_path: Path) 
         *facts.versions
     }
     assert Facts.from_json(facts.to_json()) == facts
+    secret = read_facts(
+        script, ["--api-key=sesame"], host="a", task=0, tasks=1, processes=1
+    )
+    assert "sesame" not in str(secret), "what differs is shown, and secrets are not"
     missing = read_facts(tmp_path / "no.py", [], host="a", task=0, tasks=1, processes=1)
     assert missing.script == "no.py (No such file or directory)"
 
@@ -272,6 +278,28 @@ def test_a_cpu_host_whose_name_leads_nowhere_is_told(address: str) -> None:
     )
     assert "/etc/hosts of b" in caught.value.change
     check_reachable([good, facts_of("b", 1, own_address=address)])  # it has GPUs
+
+
+def test_stand_ins_are_the_same_on_cpus_of_all_kinds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listed = [
+        Device(
+            name=f"/device:GPU:{n}",
+            kind="GPU",
+            index=n,
+            host="a",
+            memory=None,
+            model=f"stand-in GPU (CPU of kind {n})",
+            stand_in=True,
+        )
+        for n in range(2)
+    ]
+    monkeypatch.setattr("meshwright.launch.facts._listed", lambda: listed)
+    facts = read_facts(tmp_path, [], host="a", task=0, tasks=1, processes=1)
+    assert facts.devices == "2 x GPU stand-in"
+    with pytest.raises(RendezvousError, match="stands for"):
+        check_reachable([replace(facts, own_address="127.0.0.1")])
 
 
 def test_a_clock_that_is_off_is_noticed_and_stops_nobody(

@@ -16,9 +16,11 @@ from meshwright.devices.discovery import list_devices
 from meshwright.devices.settings import current_settings
 from meshwright.errors import RendezvousError
 from meshwright.launch.interfaces import find_address, is_loopback
+from meshwright.launch.redaction import redact_arguments
 
 _PACKAGES = ("meshwright", "keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _SKEW_SECONDS = 1.0
+_STAND_IN = "stand-in"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,7 @@ def read_facts(
         tasks=tasks,
         processes=processes,
         script=digest_of(script),
-        arguments=tuple(arguments),
+        arguments=tuple(redact_arguments(arguments)),
         versions=_versions(),
         devices=_devices(),
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -117,7 +119,8 @@ def check_reachable(all_facts: Sequence[Facts]) -> None:
     """Raises an error if CPU processes of a host would be reached by nobody."""
     for facts in all_facts:
         address = facts.own_address
-        if "GPU" not in facts.devices and (not address or is_loopback(address)):
+        has_gpus = "GPU" in facts.devices and _STAND_IN not in facts.devices
+        if not has_gpus and (not address or is_loopback(address)):
             raise RendezvousError(
                 f"The name of {facts.host} stands for {address or 'nothing'} there.",
                 "CPU processes of several hosts reach each other by what the names of "
@@ -276,6 +279,10 @@ def _own_address() -> str:
 def _devices() -> str:
     """Accelerators by model; CPUs only where there are no others."""
     listed = _listed()
-    accelerators = [f"{d.kind} {d.model}" for d in listed if d.kind != "CPU"]
+    accelerators = [
+        f"{d.kind} {_STAND_IN if d.stand_in else d.model}"
+        for d in listed
+        if d.kind != "CPU"
+    ]
     counts = Counter(accelerators or [d.kind for d in listed])
     return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
