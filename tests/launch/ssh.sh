@@ -6,6 +6,7 @@ command=$3
 case $host in
     me@*) host=${host#me@} ;;
 esac
+unset MESHWRIGHT_INTERFACE
 echo "$$ $host $command" >>"$SSH_LOG"
 case $host in
     denied)
@@ -17,6 +18,7 @@ case $host in
     silent) exec sleep 100 ;;
     old) command="PYTHONPATH=$OLD_PACKAGES:$PYTHONPATH; $(echo "$command" | sed 's#PYTHONPATH=[^ ]*##')" ;;
     small) command=$(echo "$command" | sed 's#exec env#exec env MESHWRIGHT_VIRTUAL=3#') ;;
+    mwns*) exec ip netns exec "$host" sh -c "$command" ;;
     127.*) export MESHWRIGHT_INTERFACE="$host" ;;
 esac
 exec sh -c "$command"

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from meeting import Open, facts_of, open_door
+from namespaces import Network, network_of
 
 pytestmark = pytest.mark.processes
 
@@ -345,60 +346,25 @@ def test_a_partition_or_a_loss_of_one_direction_ends_the_workers_on_both_sides(
         proxy.close()
 
 
-class Namespace:
-    """A host of its own: a network namespace, and a pair of interfaces to it."""
-
-    def __init__(self) -> None:
-        self.name, self.link = f"mw{os.getpid()}", f"mw{os.getpid()}"[:13]
-        net = os.getpid() % 250
-        self.here, self.there = f"10.213.{net}.1", f"10.213.{net}.2"
-
-    def make(self) -> None:
-        ip("netns", "add", self.name)
-        ip("link", "add", self.link, "type", "veth", "peer", "p0", "netns", self.name)
-        ip("addr", "add", f"{self.here}/24", "dev", self.link)
-        ip("link", "set", self.link, "up")
-        ip("-n", self.name, "addr", "add", f"{self.there}/24", "dev", "p0")
-        ip("-n", self.name, "link", "set", "p0", "up")
-        ip("-n", self.name, "link", "set", "lo", "up")
-
-    def cut(self) -> None:
-        ip("link", "set", self.link, "down")
-
-    def remove(self) -> None:
-        for words in (("netns", "del", self.name), ("link", "del", self.link)):
-            subprocess.run(["ip", *words], check=False, capture_output=True)
-
-
-def ip(*words: str) -> None:
-    try:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces are not permitted here: {error}")
-
-
 @pytest.fixture
-def namespace() -> Iterator[Namespace]:
-    namespace = Namespace()
-    try:
-        namespace.make()
-        yield namespace
-    finally:
-        namespace.remove()
+def network() -> Iterator[Network]:
+    with network_of(1) as network:
+        yield network
 
 
 def test_a_link_that_goes_down_in_mid_run_ends_the_workers_on_both_sides(
-    namespace: Namespace, tmp_path: Path
+    network: Network, tmp_path: Path
 ) -> None:
     # faults.md row 22
-    with open_door(namespace.here) as door:
+    (host,) = network.hosts
+    with open_door(network.address) as door:
         agents = Agents(tmp_path, door)
-        agents.start(1, enter=["ip", "netns", "exec", namespace.name])
+        agents.start(1, enter=["ip", "netns", "exec", host.name])
         (crew,) = agents.gather()
-        assert crew.free_address().startswith(f"{namespace.there}:")
+        assert crew.free_address().startswith(f"{host.address}:")
         crew.start(agents.orders(crew))
         processes = processes_of(events_until(crew, has_started))
-        namespace.cut()
+        host.cut()
         began = time.monotonic()
         events = events_until(crew, is_lost)
         assert time.monotonic() - began <= SECONDS

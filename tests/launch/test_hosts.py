@@ -19,6 +19,8 @@ from meshwright.launch.ssh import SshAgent, check_hosts, explain_end, ssh_comman
 import psutil
 import pytest
 
+from namespaces import network_of
+
 pytestmark = pytest.mark.processes
 
 SSH = Path(__file__).with_name("ssh.sh")
@@ -426,6 +428,38 @@ print("weights", hashlib.sha256(bits).hexdigest(), flush=True)
 
 
 @pytest.mark.soak
+def test_a_model_is_trained_to_the_same_bits_though_the_network_was_parted(
+    machine: Machine,
+) -> None:
+    # faults.md row 22
+    machine.write(FIT)
+    with network_of(2) as network:
+        names = ",".join(host.name for host in network.hosts)
+        here = {VARIABLE: network.address}
+        options = ("--hosts", names, "--save-every", "4")
+        launcher = machine.train(*options, "--run", "disturbed", **here)
+        wait_for_save(launcher, machine.folder / "disturbed")
+        network.hosts[1].cut()
+        began = time.monotonic()
+        lost = wait_for(launcher, "restart 1 of 3")
+        assert time.monotonic() - began <= 5 + 1, "and the others are listened to"
+        assert network.hosts[1].name in lost
+        network.hosts[1].mend()
+        said = end(launcher, 0)
+        assert "goes on after step" in said
+        undisturbed = end(machine.train(*options, "--run", "undisturbed", **here), 0)
+    weights = re.compile(r"weights (\w+)")
+    assert weights.findall(said) == weights.findall(undisturbed) != []
+
+
+def wait_for_save(launcher: "subprocess.Popen[str]", run: Path) -> None:
+    events = run / "events.jsonl"
+    while not any(event["event"] == "saved" for event in read_lines(events)):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.soak
 def test_a_model_is_trained_to_the_same_bits_though_a_host_was_lost(
     machine: Machine,
 ) -> None:
@@ -434,10 +468,7 @@ def test_a_model_is_trained_to_the_same_bits_though_a_host_was_lost(
     options = ("--hosts", "127.0.0.2,127.0.0.3", "--save-every", "4")
     weights = re.compile(r"weights (\w+)")
     launcher = machine.train(*options, "--run", "disturbed")
-    events = machine.folder / "disturbed/events.jsonl"
-    while not any(event["event"] == "saved" for event in read_lines(events)):
-        assert launcher.poll() is None, launcher.communicate()
-        time.sleep(0.05)
+    wait_for_save(launcher, machine.folder / "disturbed")
     machine.agent_at("127.0.0.3").kill()
     said = end(launcher, 0)
     assert "goes on after step" in said
