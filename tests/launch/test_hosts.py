@@ -39,7 +39,9 @@ WAIT_ONCE = """
 import os, signal, time
 from meshwright.cluster.channel import channel
 from meshwright.cluster.orders import current_orders
+from meshwright.cluster.store import say_to_all
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+say_to_all("ready", "")
 channel().enter("step")
 print("attempt", current_orders().attempt, flush=True)
 while not current_orders().attempt:
