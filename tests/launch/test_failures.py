@@ -84,6 +84,7 @@ def test_the_cause_is_not_what_followed_from_it() -> None:
     "text",
     [
         "UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer",
+        "INTERNAL: Gloo all-reduce failed: timed out",
         "UNAVAILABLE: Failed to send RPC to coordination service.",
         "NCCL operation ncclCommInitRank failed",
     ],

@@ -5,6 +5,10 @@ import time
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
+from meshwright.errors import RunError
+from meshwright.launch import attempt, supervisor
+from meshwright.launch.console import Console
+from meshwright.launch.crew import Printed
 from meshwright.launch.watch import Limits
 
 import pytest
@@ -14,6 +18,12 @@ from staged_workers import END, is_alive, play
 Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def restarts_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.02)
+
 
 STEPS = """
 say(resumed=0 if attempt == 0 else 20)
@@ -43,13 +53,13 @@ if attempt == 0:
     )
     assert done.outcome.how == "finished"
     assert done.outcome.restarts == 1
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
     host = os.uname().nodename
     assert (
         f"Rank {victim} on {host} was killed by SIGKILL in a step after step 37" in said
     )
     assert "restart 1 of 3 in " in said
-    assert "from step 20" in said
+    assert "goes on after step 20" in out
     (failed,) = done.events("failed")
     assert isinstance(failed["time"], float)
     assert time.monotonic() - began < 30
@@ -174,7 +184,8 @@ def test_a_worker_that_holds_the_interpreter_s_lock_is_found_from_outside(
 import ctypes
 say(section="step")
 if attempt == 0 and rank == 0:
-    ctypes.PyDLL(None).sleep(1000)
+    ctypes.PyDLL(None).sleep(1000)  # the signal for the stacks wakes it up
+    say(section="end")
 if attempt == 0:
     wait_for_others()
 """
@@ -186,6 +197,7 @@ if attempt == 0:
     (failed,) = done.events("failed")
     assert failed["rank"] == 0
     assert failed["kind"] == "hang"
+    assert "did not go on in its first step" in str(failed["received"])
 
 
 def test_of_a_worker_that_cannot_write_its_stacks_the_system_is_asked(
@@ -227,17 +239,17 @@ def test_sections_have_limits_of_their_own_and_signs_of_life_count(
         tmp_path,
         """
 say(section="compile")
-time.sleep(0.8)
+time.sleep(0.5)
 say(section="step")
 for _ in range(4):
     say(alive=True)
-    time.sleep(0.3)
+    time.sleep(0.15)
 say(section="script")
-time.sleep(0.8)
+time.sleep(0.5)
 """
         + END,
         world=1,
-        limits=Limits(step=0.6, compile=5),
+        limits=Limits(step=0.4, compile=5),
     )
     assert done.outcome.how == "finished"
 
@@ -414,6 +426,7 @@ import subprocess
 child = subprocess.Popen(["sleep", "1000"])
 apart = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 print(child.pid, apart.pid, flush=True)
+subprocess.run(["sh", "-c", "sleep 1000 & echo $!"])  # its parent is gone
 say(section="step")
 time.sleep(100)
 """,
@@ -421,7 +434,7 @@ time.sleep(100)
         limits=Limits(step=0.5),
     )
     pids = [int(pid) for pid in done.log(0, 0).split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -445,3 +458,50 @@ time.sleep(0.3)
     )
     assert words in said
     assert event["rank"] == 1
+
+
+def test_a_run_whose_folder_was_deleted_says_so(tmp_path: Path) -> None:
+    # faults.md row 36
+    source = """
+import shutil
+shutil.rmtree(orders["run"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with pytest.raises(RunError) as caught:
+        play(tmp_path, source, world=1, restarts=1)
+    assert str(caught.value).splitlines() == [
+        f"The run folder {tmp_path}/run is gone.",
+        "A run keeps its checkpoints there; without them it cannot go on, and what it "
+        "has done is lost when its processes end.",
+        "Leave the folder where it is until the run has ended, and start anew.",
+    ]
+
+
+def test_a_launcher_that_could_not_look_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # Ctrl-Z, or a job that a scheduler suspends
+    monkeypatch.setattr(attempt, "_GAP_SECONDS", 0.2)
+    shown = Console.show
+
+    def show_and_sleep(console: Console, printed: Printed) -> None:
+        shown(console, printed)
+        time.sleep(1.2)
+
+    monkeypatch.setattr(Console, "show", show_and_sleep)
+    source = "say(section='step')\ntime.sleep(0.1)\nprint('now', flush=True)\n"
+    source += "time.sleep(1.4)"
+    done = play(tmp_path, source + END, world=1, limits=Limits(step=1))
+    assert done.outcome.how == "finished"
+
+
+def test_whoever_is_asked_to_stop_does_not_start_again(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    source = """
+os.kill(os.getppid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = play(tmp_path, source, world=1, restarts=3)
+    assert (done.outcome.how, done.outcome.exit_code) == ("preempted", 75)
+    assert done.outcome.restarts == 0
+    assert "restart" not in capsys.readouterr().err

@@ -20,8 +20,11 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_nobody_else_can_look_into_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nobody_else_can_look_into_it(is_there: bool, tmp_path: Path) -> None:
     path = tmp_path / "a" / "run"
+    if is_there:
+        path.mkdir(parents=True, mode=0o755)
     with open_run(path) as folder:
         folder.begin(Path("script.py"), [])
     assert mode(path) == 0o700

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -402,3 +403,26 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_a_program_that_a_script_starts_is_no_worker_of_the_run(tmp_path: Path) -> None:
+    source = (
+        "import os, subprocess, sys\n"
+        "from meshwright.cluster.orders import current_orders\n"
+        "print('worker', current_orders() is not None, flush=True)\n"
+        "words = 'import os; print(os.environ.get(\"MESHWRIGHT_ORDERS\"))'\n"
+        "subprocess.run([sys.executable, '-c', words], check=True)"
+    )
+    with launch(tmp_path, source) as launcher:
+        assert "\nworker True\nNone\n" in launcher.end(0)
+
+
+def test_a_run_that_was_begun_anew_is_gone_on_with_where_it_is(tmp_path: Path) -> None:
+    with launch(tmp_path, "import sys; sys.exit(75)", "--resume", "never") as launcher:
+        said = launcher.end(75)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
+    assert said.splitlines()[-1] == (
+        "meshwright: to go on: meshwright train --resume never script.py "
+        f"--run {folder} --resume auto"
+    )

@@ -17,9 +17,14 @@ with mw.Mirrored().scope():
     model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss)
-pause = float(os.environ.get("PAUSE_SECONDS", "0"))
-pausing = keras.callbacks.LambdaCallback(
-    on_epoch_end=lambda epoch, logs: epoch == 1 and time.sleep(pause)
-)
+
+
+def pause(epoch: int, logs: object) -> None:
+    """Gives a wish to stop the time to get around."""
+    if epoch == 1:
+        time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
+
+
+pausing = keras.callbacks.LambdaCallback(on_epoch_end=pause)
 history = model.fit(x, y, batch_size=10, epochs=3, callbacks=[pausing], verbose=0)
 print("losses", history.history["loss"])

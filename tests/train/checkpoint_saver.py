@@ -23,7 +23,7 @@ from meshwright.train.checkpoint_store import CheckpointStore, Snapshot
 
 import numpy as np
 
-CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir")
+CALLS = ("mkdir", "fsync", "rename", "unlink", "rmdir")
 KEEP = 2
 
 

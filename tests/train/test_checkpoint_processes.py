@@ -28,6 +28,7 @@ VALUES = {
     "copies": np.arange(5, dtype=np.int32),
     "stage": np.arange(6, dtype=np.float32),
     "scalar": np.array(7, np.uint32),
+    "own": np.arange(3, dtype=np.float32),
 }
 
 
@@ -77,6 +78,7 @@ def check_what_two_have_saved(folder: Path) -> None:
         "copies": sharding(8),
         "stage": sharding(2, "axis"),
         "scalar": sharding(1),
+        "own": sharding(8),
     }
     targets = {
         name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=places[name])

@@ -108,7 +108,7 @@ def test_weights_that_are_nan_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_every", [None, 1])
 def test_a_step_that_leads_to_nan_is_left_out(
-    save_every: int | None, tmp_path: Path
+    save_every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = slice(16, 24)
 
@@ -126,11 +126,8 @@ def test_a_step_that_leads_to_nan_is_left_out(
     said: list[Any] = []
     start_of_script()
     with taking_part(tmp_path, on_nan="skip", save_every=save_every) as run:
-        run.channel.say = lambda **facts: said.append(facts)
-        try:
-            found = weights(fit(BAD, epochs=2))
-        finally:
-            del run.channel.say
+        monkeypatch.setattr(run.channel, "say", lambda **facts: said.append(facts))
+        found = weights(fit(BAD, epochs=2))
     assert found[1] == expected[1] == 8
     for ours, theirs in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)

@@ -171,7 +171,7 @@ def train(
     console = Console(all_ranks=all_ranks, is_quiet=as_json)
     with StopRequests() as stop:
         outcome, folder = run_training(training, console, stop)
-    again = _command_to_go_on(folder, run)
+    again = _command_to_go_on(folder if run is None else run, resume)
     if as_json:
         print_json({**outcome.to_json(), "run": str(folder), "go_on": again})
     else:
@@ -179,23 +179,14 @@ def train(
     return outcome.exit_code
 
 
-def _command_to_go_on(folder: Path, run: Path | None) -> str:
-    """What was typed; a folder that it would not find again is added."""
-    given = list(sys.argv[1:])
-    if run is None and "never" in " ".join(given):
-        given[1:1] = ["--run", str(folder)]
-    return shlex.join(["meshwright", *_without_never(given)])
-
-
-def _without_never(arguments: list[str]) -> list[str]:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, rest = arguments[:end], arguments[end:]
-    own = [a for a in own if a != "--resume=never"]
-    for i in range(len(own) - 1):
-        if own[i : i + 2] == ["--resume", "never"]:
-            own[i : i + 2] = []
-            break
-    return own + rest
+def _command_to_go_on(folder: Path, resume: Resume) -> str:
+    """What was typed; a run that was begun anew goes on where it is."""
+    given = sys.argv[1:]
+    if resume == "never":
+        # The last word on an option counts.
+        place = given.index("--") if "--" in given else len(given)
+        given[place:place] = ["--run", str(folder), "--resume", "auto"]
+    return shlex.join(["meshwright", *given])
 
 
 def _show_end(outcome: Outcome, folder: Path, again: str, console: Console) -> None:

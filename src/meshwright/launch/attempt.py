@@ -4,7 +4,8 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.cluster.channel import Section
@@ -22,7 +23,13 @@ from meshwright.launch.member import Member
 from meshwright.launch.run_folder import RunFolder
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.stragglers import Stragglers
-from meshwright.launch.watch import Limits, Overdue, find_overdue, who_did_not_come
+from meshwright.launch.watch import (
+    Limits,
+    Overdue,
+    find_overdue,
+    main_thread,
+    who_did_not_come,
+)
 
 _TICK_SECONDS = 0.25
 _SETTLE_SECONDS = 0.7
@@ -30,6 +37,8 @@ _SETTLE_SECONDS = 0.7
 _FAREWELL_SECONDS = 10.0
 """So long may a process that told why it fails take to end by itself."""
 _DUMP_SECONDS = 0.5
+_FRAMES = 8
+"""Of each stack so many are shown; the rest is in the run folder."""
 _GAP_SECONDS = 5.0
 """A launcher that was stopped for longer has seen nothing, and blames nobody for it."""
 
@@ -107,13 +116,16 @@ class Attempt:
         poll.poll(_TICK_SECONDS * 1000)
         self._stop.drain()
         self._folder.beat()
+        self._take_events()
+        self._forgive_own_absence()
+
+    def _forgive_own_absence(self) -> None:
         now = time.monotonic()
         gap = now - self._looked_at - _TICK_SECONDS
         self._looked_at = now
         if gap > _GAP_SECONDS:
             for member in self._members.values():
-                member.seen_at += gap
-        self._take_events()
+                member.seen_at = min(member.seen_at + gap, now)
 
     def _take_events(self) -> None:
         for crew in self._crews:
@@ -241,10 +253,12 @@ class Attempt:
         return None
 
     def _end_of_hang(self, overdue: Overdue) -> Ending:
-        members = list(self._members.values())
+        # As they are now: the signal wakes up some of those that hang.
+        members = [copy(member) for member in self._members.values()]
         for crew in self._crews:
             crew.signal(signal.SIGUSR1)
         self._pump_until(lambda: False, _DUMP_SECONDS)
+        overdue = replace(overdue, member=members[overdue.member.rank])
         states = {m.rank: self._state_of(m) for m in members}
         stacks = {
             rank: crew.stacks_of(rank) for crew in self._crews for rank in crew.ranks
@@ -254,7 +268,7 @@ class Attempt:
         self._note("stacks", states=states, stacks=stacks)
         self._report(failure)
         for rank, dump in stacks.items():
-            self._console.quote(rank, dump.splitlines()[-8:])
+            self._console.quote(rank, main_thread(dump).splitlines()[:_FRAMES])
         return Ending("failed", failure)
 
     def _state_of(self, member: Member) -> str:

@@ -115,7 +115,7 @@ def draw_troubles(
     """Faults by chance, in the order of their steps.
 
     >>> [str(trouble) for trouble in draw_troubles(2, 100, 2, 10, seed=1)]
-    ['gil of rank 0 at step 18', 'hang of rank 1 at step 98']
+    ['kill of rank 1 at step 19', 'kill of rank 1 at step 74']
     """
     chance = random.Random(seed)  # noqa: S311 - for tests, not for secrets
     drawn = []

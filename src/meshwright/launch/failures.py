@@ -99,7 +99,7 @@ def failure_of_hang(
     member = late[0] if late else overdue.member
     names = " and ".join(f"rank {m.rank}" for m in late) or "every rank"
     seconds = f"{overdue.limit:g} s"
-    if member.section == "end" or (member.is_done and member is not overdue.member):
+    if member.is_done and member is not overdue.member:
         received = (
             f"{names.capitalize()} came to the end of the script, and rank "
             f"{overdue.member.rank} waited for it {overdue.member.place()}, for "
@@ -120,7 +120,6 @@ def failure_of_hang(
         rank=member.rank,
         host=member.host,
         step=member.step,
-        tail=tuple(member.tail),
     )
 
 

@@ -65,7 +65,8 @@ class LocalCrew:
 
     def filenos(self) -> list[int]:
         """What to wait for; may change after each `take_events`."""
-        return [n for worker in self._workers.values() for n in worker.filenos()]
+        alive = [w for w in self._workers.values() if not w.has_ended]
+        return [number for worker in alive for number in worker.filenos()]
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call; does not wait."""

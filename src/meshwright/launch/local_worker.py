@@ -77,6 +77,7 @@ class LocalWorker:
             theirs.close()
             for sink in sinks:
                 os.close(sink)
+        self._end = _open_end(self.process.pid)
         streams: tuple[Stream, ...] = ("stdout", "stderr")
         self._outputs = {
             stream: Output(source, self._log)
@@ -89,10 +90,8 @@ class LocalWorker:
     def filenos(self) -> list[int]:
         """What has something to read when something has happened."""
         outputs = [output.source for output in self._outputs.values()]
-        line = self._line.fileno()
-        return [
-            number for number in (line, *outputs) if number is not None and number >= 0
-        ]
+        numbers = (self._line.fileno(), self._end, *outputs)
+        return [number for number in numbers if number is not None and number >= 0]
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call; does not wait."""
@@ -162,6 +161,8 @@ class LocalWorker:
             output.close()
         self._line.close()
         os.close(self._log)
+        if self._end is not None:
+            os.close(self._end)
         return last
 
     def _is_gone(self) -> bool:
@@ -200,6 +201,14 @@ class LocalWorker:
     def _complain(self, error: OSError) -> Said:
         text = f"what rank {self.rank} prints is no longer kept in its log: {error}"
         return Said(self.rank, {"notice": text})
+
+
+def _open_end(pid: int) -> int | None:
+    """What has something to read when a process ends, where the system has that."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _open_pipes() -> tuple[list[int], list[int]]:

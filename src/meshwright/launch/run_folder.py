@@ -124,8 +124,19 @@ class RunFolder:
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Notes that the script has ended well; there is nothing more to do."""
+        self.check_is_there()
         ended = {"ended": _moment(time.time()), **facts}
         write_json(self.path / "finished.json", ended)
+
+    def check_is_there(self) -> None:
+        """Raises a RunError if the folder was deleted."""
+        if not (self.path / "config.json").exists():
+            raise RunError(
+                f"The run folder {self.path} is gone.",
+                "A run keeps its checkpoints there; without them it cannot go on, and "
+                "what it has done is lost when its processes end.",
+                "Leave the folder where it is until the run has ended, and start anew.",
+            )
 
     def note(self, event: str, **facts: Any) -> None:
         """Adds a line to `events.jsonl`; a run does not end because that fails."""

@@ -67,7 +67,7 @@ class Supervisor:
     Arguments:
         crews: The workers, by host.
         orders: What all processes are told; each gets its own rank.
-        on_nan: Whether a loss that is not finite is a reason to go back.
+        restarts: How many failures in a row are followed by another attempt.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Supervisor:
                 crew.close()
 
     def _attempt(self) -> Ending:
+        self._folder.check_is_there()
         attempt = Attempt(
             self._crews,
             self._orders_of_attempt(),
@@ -155,10 +156,8 @@ class Supervisor:
         if not self._may_pass(failure) or len(self._failures) > self._budget:
             return None
         delay = delay_before(len(self._failures))
-        saved = "the start" if self._saved is None else f"step {self._saved}"
         self._console.warn(
-            f"restart {len(self._failures)} of {self._budget} in {delay:.1f} s, "
-            f"from {saved}"
+            f"restart {len(self._failures)} of {self._budget} in {delay:.1f} s"
         )
         self._folder.note("restart", attempt=self._attempts + 1, delay=delay)
         return delay

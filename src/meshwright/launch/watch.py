@@ -101,17 +101,17 @@ def who_did_not_come(
 
 def _waits_for_others(dump: str) -> bool:
     """Whether the innermost frame of the main thread is one of JAX's."""
-    frame = _FRAME.search(_main_thread(dump))
+    frame = _FRAME.search(main_thread(dump))
     return frame is not None and bool(_WAITING.search(frame["file"]))
 
 
 def _waits_in(dump: str) -> str:
-    frame = _FRAME.search(_main_thread(dump))
+    frame = _FRAME.search(main_thread(dump))
     if frame is None:
         return dump or "it wrote no stacks"
     return f"it is in {frame['name']}, {frame['file']}, line {frame['line']}"
 
 
-def _main_thread(dump: str) -> str:
+def main_thread(dump: str) -> str:
     """The last one of a dump: `faulthandler` writes the newest threads first."""
-    return re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.M)[-1]
+    return re.split(r"^(?:Current thread|Thread) .*\n", dump, flags=re.M)[-1]

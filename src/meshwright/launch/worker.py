@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from meshwright.cluster.channel import VARIABLE as CHANNEL_VARIABLE
 from meshwright.cluster.channel import channel
+from meshwright.cluster.orders import VARIABLE as ORDERS_VARIABLE
 from meshwright.cluster.orders import Orders, current_orders
 from meshwright.cluster.preemption import EXIT_PREEMPTED, watch_for_preemption
 from meshwright.errors import MeshwrightError, PeerLostError, RendezvousError
@@ -42,6 +44,9 @@ def main(arguments: list[str]) -> NoReturn:
     _die_with_the_launcher()
     orders = current_orders()
     line = channel()
+    # Programs that the script starts are no workers of this run.
+    for variable in (ORDERS_VARIABLE, CHANNEL_VARIABLE):
+        os.environ.pop(variable, None)
     line.enter("start")
     if orders is not None:
         _write_stacks_when_asked(orders)

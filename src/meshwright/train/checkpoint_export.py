@@ -3,8 +3,7 @@
 import json
 import os
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -15,6 +14,7 @@ from meshwright.train.checkpoint_folder import examine
 from meshwright.train.checkpoint_listing import check_all_good, list_checkpoints
 from meshwright.train.checkpoint_manifest import DamageError, Entry, OtherFormatError
 from meshwright.train.checkpoint_match import check_match
+from meshwright.train.model_state import named_variables
 
 import jax
 
@@ -100,14 +100,15 @@ def give_values(model: Any, reader: ArrayReader) -> None:
     Raises:
         CheckpointError: The checkpoint is that of another model.
     """
-    variables = dict(_variables(model))
-    arrays = reader.manifest.arrays
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    variables = _without_metrics(named_variables(model))
+    arrays = _without_metrics(reader.manifest.arrays)
     wanted = {
         name: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
         for name, variable in variables.items()
     }
-    found = {name: e for name, e in arrays.items() if not name.startswith("metrics/")}
-    check_match(found, wanted, f"Checkpoint {reader.manifest.step}")
+    check_match(arrays, wanted, f"Checkpoint {reader.manifest.step}")
     for name, variable in variables.items():
         variable.assign(reader.read(arrays[name]))
 
@@ -144,6 +145,11 @@ def replace_file(path: Path, write: Callable[[Path], None], *, force: bool) -> N
         ) from error
 
 
+def _without_metrics(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not counted anew in every epoch, and is there before the first step."""
+    return {name: v for name, v in found.items() if not name.startswith("metrics/")}
+
+
 def _of_the_model(arrays: Mapping[str, Entry]) -> dict[str, Entry]:
     """The arrays of a model by the paths of its variables, where these are unique."""
     own = {k: e for k, e in arrays.items() if not k.startswith(_NOT_OF_THE_MODEL)}
@@ -151,21 +157,3 @@ def _of_the_model(arrays: Mapping[str, Entry]) -> dict[str, Entry]:
     if len(set(paths.values())) < len(paths):
         return own
     return {paths[name]: entry for name, entry in own.items()}
-
-
-def _variables(model: Any) -> Iterator[tuple[str, Any]]:
-    """The variables of a model and its optimizer, by kind and path."""
-    optimizer = model.optimizer
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    for kind, variables in (
-        ("parameters", model.trainable_variables),
-        ("model state", model.non_trainable_variables),
-        ("optimizer state", optimizer.variables),
-    ):
-        seen: Counter[str] = Counter()
-        for variable in variables:
-            seen[variable.path] += 1
-            number = seen[variable.path]
-            again = f"#{number}" if number > 1 else ""
-            yield f"{kind}/{variable.path}{again}", variable

@@ -177,7 +177,7 @@ class CheckpointStore:
             self._damaged.add(step)
             text = f"Checkpoint {step} in {self._folder} is damaged: {damage}."
             told.append(text)
-            self._tell(Outcome("damaged", step, text))
+            self._told(Outcome("damaged", step, text))
             self._warnings.append(f"{text} An older one is used, if there is one.")
             self.wait()
         if not steps:
@@ -233,11 +233,11 @@ class CheckpointStore:
         except Exception as error:
             self._failure = explain(error, save.step, save.folder, save.needed)
             self._warnings.append(str(self._failure))
-            self._tell(Outcome("failed", save.step, self._failure.received))
+            self._told(Outcome("failed", save.step, self._failure.received))
             return
         seconds = time.time() - save.began
         text = f"Step {save.step} is saved: {format_bytes(size)} in {seconds:.1f} s."
-        self._tell(Outcome("saved", save.step, text, size, seconds))
+        self._told(Outcome("saved", save.step, text, size, seconds))
         if process_index() == 0:
             self._damaged.discard(save.step)
             self._retire()
@@ -289,7 +289,7 @@ class CheckpointStore:
         other = differences(opened[0].manifest.versions)
         if other:
             text = f"Checkpoint {step} was written with {other}."
-            self._tell(Outcome("notice", step, text))
+            self._told(Outcome("notice", step, text))
         return opened[0]
 
     def _of_other_format(self, step: int, version: Any) -> CheckpointError:
@@ -308,9 +308,6 @@ class CheckpointStore:
             "A checkpoint is read as it was written.",
             "Look at the folder and at its disk; meshwright ckpt verify names files.",
         )
-
-    def _tell(self, outcome: Outcome) -> None:
-        self._told(outcome)
 
 
 def _wait_at_exit(store: CheckpointStore) -> None:

@@ -19,6 +19,11 @@ def named_values(model: Any) -> dict[str, Any]:
     return {name: value for name, _, value in _all_of(model)}
 
 
+def named_variables(model: Any) -> dict[str, Any]:
+    """All variables, by the same names."""
+    return {name: variable for name, variable, _ in _all_of(model)}
+
+
 def targets_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, types and places that values of these names are to have."""
     return {name: _target(value) for name, _, value in _all_of(model)}
