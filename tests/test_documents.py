@@ -48,3 +48,17 @@ def test_the_readme_s_tree_is_the_tree() -> None:
         inside = line.startswith("    ")
         path = ROOT / "src/meshwright" / (room if inside else "") / name
         assert path.exists(), line
+
+
+def test_the_table_of_faults_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/faults.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", page, re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 49))
+    with_tests = 0
+    for _, cell in rows:
+        named = re.findall(r"`([\w/.]+)::(\w+)`", cell)
+        for file, function in named:
+            source = (ROOT / "tests" / file).read_text()
+            assert f"def {function}(" in source, f"{file}::{function}"
+        with_tests += bool(named)
+    assert with_tests >= 36
