@@ -1,6 +1,7 @@
 """`meshwright train`."""
 
 import math
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 from meshwright.cli.output import explain, json_option, print_json
 from meshwright.cluster.orders import OnNan
 from meshwright.launch.console import Console
+from meshwright.launch.schedulers import find_task
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.supervisor import Outcome
-from meshwright.launch.training import SAVE_MINUTES, Resume, Training
+from meshwright.launch.training import SAVE_MINUTES, Resume, Training, follow
 from meshwright.launch.training import train as run_training
 from meshwright.launch.watch import STEP_SECONDS, Limits
 
@@ -26,6 +28,12 @@ def _finite(
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number.")
     return value
+
+
+def _names(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[str, ...]:
+    return () if value is None else tuple(name.strip() for name in value.split(","))
 
 
 class _TrainCommand(click.Command):
@@ -47,9 +55,19 @@ class _TrainCommand(click.Command):
 @click.option(
     "--processes",
     type=click.IntRange(1, MOST_PROCESSES),
-    default=1,
-    show_default=True,
-    help="Processes on this host; each gets its part of the GPUs or cores.",
+    help="Processes on each host; each gets its part of the GPUs or cores. 1 if left "
+    "out.",
+)
+@click.option(
+    "--hosts",
+    metavar="A,B",
+    callback=_names,
+    help="Hosts to run on, through ssh; all see the run folder.",
+)
+@click.option(
+    "--allow-public-bind",
+    is_flag=True,
+    help="Let MESHWRIGHT_INTERFACE be an address that stands for every interface.",
 )
 @click.option(
     "--run",
@@ -106,7 +124,9 @@ class _TrainCommand(click.Command):
 def train(
     script: Path,
     arguments: tuple[str, ...],
-    processes: int,
+    processes: int | None,
+    hosts: tuple[str, ...],
+    allow_public_bind: bool,
     run: Path | None,
     save_every: int | None,
     save_minutes: float | None,
@@ -120,15 +140,22 @@ def train(
 ) -> int:
     """Run a training script, save it, and go on when something breaks.
 
+    Without --processes and --hosts it sees whether Slurm, Open MPI, PMI, torchrun or an
+    indexed job of Kubernetes has started it, and then runs on all of their tasks.
+
     The script is an ordinary one, and runs without this command as well. The same
     command again goes on after the newest good checkpoint. Exit statuses: 75 and 130
     say that it was asked to stop, 6 and 7 that a process was lost or hung; all of these
     can go on.
     """
+    task = find_task(os.environ) if processes is None and not hosts else None
     training = Training(
         script=script,
         arguments=arguments,
-        processes=processes,
+        processes=processes or 1,
+        hosts=hosts,
+        task=task,
+        allow_public_bind=allow_public_bind,
         run=run,
         save_every=save_every,
         save_minutes=save_minutes,
@@ -139,6 +166,8 @@ def train(
         on_nan=on_nan,
         all_ranks=all_ranks,
     )
+    if task is not None and task.number > 0:
+        return follow(training, task)
     console = Console(all_ranks=all_ranks, is_quiet=as_json)
     with StopRequests() as stop:
         outcome, folder = run_training(training, console, stop)

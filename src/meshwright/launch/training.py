@@ -4,6 +4,7 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
@@ -11,12 +12,22 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.cluster.orders import OnNan, Orders
-from meshwright.errors import RunError
+from meshwright.errors import MeshwrightError, RendezvousError, RunError
+from meshwright.launch.company import (
+    Company,
+    Log,
+    company_by_ssh,
+    company_of_one,
+    company_of_tasks,
+    follow_head,
+)
 from meshwright.launch.console import Console
 from meshwright.launch.crew import Crew
-from meshwright.launch.local_crew import LocalCrew, worker_command
+from meshwright.launch.job import Job
+from meshwright.launch.local_crew import LocalCrew
 from meshwright.launch.redaction import redact_arguments
 from meshwright.launch.run_folder import RunFolder, open_run
+from meshwright.launch.schedulers import Task
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.supervisor import Outcome, Supervisor
 from meshwright.launch.watch import Limits
@@ -34,6 +45,10 @@ class Training:
     """What is to be run, where, and how much it may go wrong.
 
     Attributes:
+        processes: How many there are on each host.
+        hosts: Where agents are to be started through ssh; this host if left out.
+        task: The one of a scheduler that this launcher is.
+        allow_public_bind: Whether it may listen for others on every interface.
         run: The run folder; one that is named after the script if left out.
         resume: Whether to go on with a run that lies in the folder. If not, that one is
             set aside within it, or a new folder is taken if none was given.
@@ -43,6 +58,9 @@ class Training:
     script: Path
     arguments: tuple[str, ...] = ()
     processes: int = 1
+    hosts: tuple[str, ...] = ()
+    task: Task | None = None
+    allow_public_bind: bool = False
     run: Path | None = None
     save_every: int | None = None
     save_minutes: float | None = None
@@ -70,7 +88,7 @@ def train(
         ConfigurationError: This host's GPUs cannot be divided between processes.
     """
     script = find_script(training.script)
-    path = training.run or _default_run(script, training.resume)
+    path = training.run or _default_run(script, training.resume, training.task)
     with open_run(path) as folder:
         _say_what_was_there(folder, script, training, console)
         if folder.finished is not None:
@@ -79,23 +97,89 @@ def train(
                 how="finished", exit_code=0, step=folder.finished.get("step")
             )
             return done, folder.path
-        crews = crews_for(training, script, console)
-        folder.begin(script, training.arguments)
-        return _supervise(training, crews, folder, console, stop), folder.path
+        as_it_is = console.is_terminal and not training.all_ranks
+        job = _job(training, script, folder.path, shown=as_it_is)
+        return _run_job(job, training, folder, console, stop), folder.path
 
 
-def crews_for(
-    training: Training, script: Path, console: Console | None = None
-) -> list[Crew]:
-    """Who runs the processes: those of this host, and of others."""
-    ranks = range(training.processes)
-    as_it_is = console is not None and console.is_terminal and not training.all_ranks
-    crew = LocalCrew(
-        ranks,
-        worker_command(script, training.arguments),
-        on_terminal=[0] if as_it_is else [],
+def follow(training: Training, task: Task) -> int:
+    """Does what the launcher of task 0 says; returns the exit status of the run.
+
+    Raises:
+        RendezvousError: That launcher is not there, or sends this one away.
+        PeerLostError: It was there, is gone, and did not come back.
+    """
+    script = find_script(training.script)
+    path = training.run or _default_run(script, training.resume, task)
+    path = path.expanduser().absolute()
+    if training.resume == "auto" and (path / "finished.json").exists():
+        return 0  # task 0 has nothing to do, and says so
+    return follow_head(task, _job(training, script, path))
+
+
+def _run_job(
+    job: Job,
+    training: Training,
+    folder: RunFolder,
+    console: Console,
+    stop: StopRequests,
+) -> Outcome:
+    """Brings the hosts together, and runs the job on them."""
+
+    def log(text: str) -> None:
+        folder.note("notice", text=text)
+        console.warn(text)
+
+    try:
+        with _company_of(training, job, log, stop) as company:
+            folder.begin(job.script, job.arguments)
+            outcome = _supervise(training, company.crews, folder, console, stop)
+            company.status = outcome.exit_code
+            return outcome
+    except RendezvousError:
+        if not stop.is_wanted:
+            raise
+        how: Literal["interrupted", "preempted"]
+        how = "interrupted" if stop.exit_code == 130 else "preempted"
+        return Outcome(how=how, exit_code=stop.exit_code)
+
+
+def _job(training: Training, script: Path, folder: Path, shown: bool = False) -> Job:
+    return Job(
+        folder=folder,
+        script=script,
+        arguments=training.arguments,
+        processes=training.processes,
+        shown=(0,) if shown else (),
     )
-    return [crew]
+
+
+def _company_of(
+    training: Training, job: Job, log: Log, stop: StopRequests
+) -> AbstractContextManager[Company]:
+    """Who runs the processes: those of this host, and of others."""
+
+    def is_stopping() -> bool:
+        return stop.is_wanted
+
+    public = training.allow_public_bind
+    if training.hosts:
+        return company_by_ssh(
+            training.hosts,
+            job,
+            log=log,
+            is_stopping=is_stopping,
+            allow_public_bind=public,
+        )
+    if training.task is not None and training.task.count > 1:
+        return company_of_tasks(
+            training.task,
+            job,
+            log=log,
+            is_stopping=is_stopping,
+            allow_public_bind=public,
+        )
+    return company_of_one(job)
 
 
 def find_script(script: Path) -> Path:
@@ -123,11 +207,12 @@ def _near_misses(path: Path) -> str:
     return ", ".join(get_close_matches(path.name, scripts))
 
 
-def _default_run(script: Path, resume: Resume) -> Path:
-    """A folder that the same command finds again, or a new one."""
+def _default_run(script: Path, resume: Resume, task: Task | None) -> Path:
+    """A folder that the same command finds again, or a new one; all tasks find it."""
     name = script.stem
     if resume == "never":
-        name += f"-{datetime.now():%Y%m%d-%H%M%S}"
+        job = None if task is None else task.job
+        name += f"-{job or f'{datetime.now():%Y%m%d-%H%M%S}'}"
     return Path("runs", name)
 
 
@@ -171,7 +256,7 @@ def _supervise(
 ) -> Outcome:
     for line in _where_it_runs(training, crews, folder):
         console.say(line)
-    folder.begin_launch(training.processes)
+    folder.begin_launch(sum(len(crew.ranks) for crew in crews))
     orders = Orders(
         run=str(folder.path),
         save_every=training.save_every,
@@ -199,6 +284,9 @@ def _supervise(
         if outcome.how == "finished":
             folder.finish({"step": outcome.step, "seconds": time.time() - folder.began})
         return outcome
+    except MeshwrightError as error:  # a host is gone, and does not come back
+        how, exit_code = "failed", error.exit_code
+        raise
     finally:
         folder.end_launch(how, exit_code)
         folder.note("end", outcome=how, exit_code=exit_code)
@@ -222,7 +310,8 @@ def _where_it_runs(
         for rank, share in zip(crew.ranks, crew.shares, strict=True)
     ]
     lines = [
-        f"{command} on {processes} of {hosts} ({'; '.join(shares)})",
+        f"{command} on {processes} of {hosts}"
+        + (f" ({'; '.join(shares)})" if shares else ""),
         f"run folder {folder.path}",
     ]
     if world > 1 and not training.all_ranks:
