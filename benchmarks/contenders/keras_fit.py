@@ -106,6 +106,9 @@ def options_of() -> Any:
     parser.add_argument("--pinned", action="store_true", help="to one core each")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument(
+        "--save-every", type=int, help="steps; as a process of meshwright train"
+    )
     parser.add_argument("--address", default=None)
     return parser.parse_args()
 
@@ -113,6 +116,8 @@ def options_of() -> Any:
 def main() -> None:
     """Trains in this process, or in this one and another."""
     options = options_of()
+    if options.save_every:
+        take_part_in_run(options.save_every)
     pin(options.rank if options.pinned else None)
     if options.processes == 1:
         train(options)
@@ -122,6 +127,14 @@ def main() -> None:
     join(options, address)
     train(options, follower)
     leave(follower)
+
+
+def take_part_in_run(save_every: int) -> None:
+    """Makes this the process of a run, as its launcher would."""
+    from meshwright.cluster.orders import VARIABLE, Orders
+
+    orders = Orders(run=tempfile.mkdtemp(), save_every=save_every)
+    os.environ[VARIABLE] = orders.as_text()
 
 
 def join(options: Any, address: str) -> None:

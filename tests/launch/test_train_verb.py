@@ -248,6 +248,10 @@ def test_a_finished_run_does_nothing_and_says_so(tmp_path: Path) -> None:
         said = launcher.end(0)
     assert "meshwright: script.py on 1 process of " in said.splitlines()[0]
     assert "\nworks\n" in said
+    assert (
+        "meshwright: the script trained no model by a strategy, so there is no "
+        "checkpoint; with strategy.scope() or mw.distribute there is one for every fit"
+    ) in said
     said = Launcher(tmp_path, "script.py").end(0)
     assert "works" not in said
     assert "script has finished; there is nothing to do" in said

@@ -200,6 +200,37 @@ def test_in_a_script_of_several_fits(tmp_path: Path) -> None:
     assert interrupted(train, tmp_path / "b", *steps, save_every=2) == expected
 
 
+def test_a_fit_that_a_callback_ends_within_an_epoch(tmp_path: Path) -> None:
+    def train() -> Any:
+        model = make_model()
+
+        def stop(batch: int, logs: Any) -> None:
+            model.stop_training = batch == 3
+
+        ending = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+        return fit(model, callbacks=[ending]), fit(model)
+
+    expected = in_one_go(train, tmp_path / "a", save_every=1)
+    steps = [int(path.name) for path in (tmp_path / "a" / "checkpoints").iterdir()]
+    assert max(steps) == 4 + 2 * STEPS_OF_EPOCH
+    assert interrupted(train, tmp_path / "b", 3, 6, save_every=1) == expected
+
+
+def test_a_fit_that_wants_fewer_epochs_than_it_had_ends_with_what_it_had(
+    tmp_path: Path,
+) -> None:
+    def train(epochs: int) -> Callable[[], Any]:
+        return lambda: fit(make_model(), epochs=epochs)[:2]
+
+    interrupt(train(3), tmp_path, 9, save_every=4)
+    weights, history = in_one_go(train(1), tmp_path, save_every=4)
+    assert history[1] == [0]
+    interrupt(train(3), tmp_path / "b", 9, save_every=4)
+    start_of_script()
+    assert weights != bits_of(make_model())
+    assert in_one_go(train(1), tmp_path, save_every=4) == (weights, history)
+
+
 def test_a_run_that_is_over_trains_no_more(tmp_path: Path) -> None:
     calls: list[str] = []
 

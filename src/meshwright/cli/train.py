@@ -197,6 +197,11 @@ def _show_end(outcome: Outcome, folder: Path, again: str, console: Console) -> N
         first = f" ({times} times in a row; this is the first)" if times > 1 else ""
         explain(f"{failure.received}{first}", failure.rule, failure.change)
     if outcome.how == "finished":
+        if not (folder / "checkpoints").exists():
+            console.warn(
+                "the script trained no model by a strategy, so there is no checkpoint; "
+                "with strategy.scope() or mw.distribute there is one for every fit"
+            )
         console.say(f"finished{done}; results are in {folder}")
         return
     kept = "" if outcome.saved is None else f", saved up to step {outcome.saved}"

@@ -80,6 +80,7 @@ class RunCourse(Course):
         self._found = run.found_for(number)
         self._start: Start | None = None
         self._epoch: int | None = None
+        self._is_in_epoch = False
         self._sizes: dict[str, Any] = {}
         self._random: RandomStates | None = None
         self._random_at_pass: Any = None
@@ -141,16 +142,18 @@ class RunCourse(Course):
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Called with the logs of an epoch, those of its validation among them."""
-        self._log(epoch, {name: float(value) for name, value in logs.items()})
+        self._log(epoch, _numbers_in(logs))
 
     def end(self) -> None:
         """Saves what the fit has led to, or gives back what it led to before."""
-        if self._is_over:
-            assert self._found is not None
+        self.leave_epoch()  # a callback may have ended it
+        if self._found is not None:
+            # It was over, or goes to no epoch that comes later.
             self._states.add(HISTORY, self._model.history)
             self._data_epochs.go_through_all()
             self._go_on(self._found)
             set_random_state(self._found.facts["random"]["now"])
+        if self._is_over:
             return
         self._save(self._position(0, 0, has_ended=True), wait=True)
         self._refuse_failed_save()
@@ -159,9 +162,9 @@ class RunCourse(Course):
     def enter_epoch(self, num_steps: int | None, num_batches: int | None) -> Start:
         """Where the epoch starts."""
         if self._epoch is None:
-            return Start(
-                num_batches=num_batches
-            )  # Keras looks at a batch, to build the model
+            # Keras looks at a batch, to build the model.
+            return Start(num_batches=num_batches)
+        self._is_in_epoch = True
         start, self._start = self._start, None
         sizes = {"num_steps": num_steps, "num_batches": num_batches}
         if start is not None:
@@ -208,12 +211,14 @@ class RunCourse(Course):
         first, last = before + first + 1, before + first + num_steps
         if injector.strike(first, last):
             poison(self._model)
+        self._last, self._num_steps = last, num_steps
         self._dispatched_at = time.monotonic()
         self._host_seconds = self._dispatched_at - self._marked_at
 
     def see(self, logs: Any) -> None:
         """Keeps what the newest dispatch returned."""
         self._logs = logs
+        self._run.step = self._last
         self._seen_at = time.monotonic()
 
     def after_steps(self, step: int, taken: int) -> None:
@@ -223,10 +228,8 @@ class RunCourse(Course):
         now = time.monotonic()
         self._run.injector.drag(now - self._marked_at)
         host = self._host_seconds + time.monotonic() - self._seen_at
-        num_steps = self._before_epoch + step - self._run.step
-        self._run.step = self._before_epoch + step
         self._settle()
-        self._pending = Dispatched(self._run.step, self._logs, host / num_steps)
+        self._pending = Dispatched(self._last, self._logs, host / self._num_steps)
         self._count_time()
         stops = preemption_wanted()
         if stops or self._run.wants_checkpoint():
@@ -239,8 +242,9 @@ class RunCourse(Course):
 
     def leave_epoch(self) -> None:
         """Waits for the devices, so that a launcher knows what takes the time."""
-        if self._epoch is None:
+        if not self._is_in_epoch:
             return
+        self._is_in_epoch = False
         self._settle()
         self._count_time()
         if self._skips:
@@ -269,7 +273,7 @@ class RunCourse(Course):
             if self._skips:
                 return
             self._refuse_loss(pending.step, f"a loss of {loss}")
-        self._host_logs = {k: float(v) for k, v in logs.items() if not np.ndim(v)}
+        self._host_logs = _numbers_in(logs)
         if time.monotonic() - self._logged_at >= LOG_SECONDS:
             self._log(self._epoch or 0, self._host_logs)
 
@@ -392,3 +396,8 @@ class RunCourse(Course):
             "Use the data and batch_size of before, or begin anew in another folder "
             "(--run).",
         )
+
+
+def _numbers_in(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What is a number; metrics may return more."""
+    return {name: float(v) for name, v in logs.items() if not np.ndim(v)}
