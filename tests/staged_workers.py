@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
+from meshwright.cluster.records import read_lines
 from meshwright.launch.console import Console
 from meshwright.launch.crew import Crew
 from meshwright.launch.local_crew import LocalCrew
-from meshwright.launch.records import read_lines
 from meshwright.launch.run_folder import open_run
 from meshwright.launch.stop import StopRequests
 from meshwright.launch.supervisor import Outcome, Supervisor

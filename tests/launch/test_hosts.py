@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from meshwright.cluster.records import read_lines
 from meshwright.errors import RendezvousError
 from meshwright.launch.company import gather_seconds
 from meshwright.launch.interfaces import VARIABLE
-from meshwright.launch.records import read_lines
 from meshwright.launch.ssh import SshAgent, check_hosts, explain_end, ssh_command
 
 import psutil

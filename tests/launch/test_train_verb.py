@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.main import main
-from meshwright.launch.records import read_lines
+from meshwright.cluster.records import read_lines
 
 import pytest
 

@@ -6,7 +6,6 @@ Each strikes once in the life of a run; `slow` stays until its process ends.
 """
 
 import ctypes
-import json
 import os
 import re
 import resource
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from meshwright.cluster.records import append_json, read_lines
 from meshwright.errors import ConfigurationError
 
 VARIABLE = "MESHWRIGHT_FAULT"
@@ -100,7 +100,7 @@ class Injector:
     def __init__(self, faults: Sequence[Fault], rank: int, run: Path) -> None:
         self._record = run / "faults.jsonl"
         self._checkpoints = run / "checkpoints"
-        struck = _read(self._record)
+        struck = {each["fault"] for each in read_lines(self._record)}
         # A poisoned weight is the same in all processes, as it is after a real one.
         self._waiting = [
             fault
@@ -173,10 +173,7 @@ class Injector:
     def _remember(self, fault: Fault, step: int) -> None:
         """Before it strikes: a process that is killed cannot do it afterwards."""
         words = {"fault": str(fault), "before_step": step, "time": time.time()}
-        with self._record.open("a") as file:
-            file.write(f"{json.dumps(words)}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_json(self._record, words)
 
 
 def flip_bit(checkpoints: Path) -> None:
@@ -191,9 +188,3 @@ def flip_bit(checkpoints: Path) -> None:
         (byte,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-
-
-def _read(record: Path) -> set[str]:
-    if not record.exists():
-        return set()
-    return {json.loads(line)["fault"] for line in record.read_text().splitlines()}

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.faults import VARIABLE, Fault
+from meshwright.cluster.records import append_json, read_lines, write_json
 from meshwright.errors import RunError
-from meshwright.launch.records import append_json, read_lines, write_json
 from meshwright.train.checkpoint_export import newest_good, open_good
 
 KINDS = (

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meshwright.cluster.records import write_json
 from meshwright.errors import RendezvousError
-from meshwright.launch.records import write_json
 
 _NAME = "head.json"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from meshwright.cluster.records import append_json, read_lines, write_json, write_text
 from meshwright.errors import RunError
-from meshwright.launch.records import append_json, read_lines, write_json, write_text
 from meshwright.launch.redaction import redact_arguments, redact_environment
 
 _FILES = {

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from meshwright.cluster.records import append_json, read_lines, write_text
 
 
 class MetricsLog:
@@ -26,28 +27,16 @@ class MetricsLog:
             epoch: Its epoch.
             facts: Numbers by name.
         """
-        line = {"step": step, "epoch": epoch, **_in_json(facts)}
-        with contextlib.suppress(OSError), self._file.open("a") as file:
-            file.write(f"{json.dumps(line)}\n")
+        with contextlib.suppress(OSError):
+            append_json(self._file, {"step": step, "epoch": epoch, **_in_json(facts)})
 
     def cut(self, step: int) -> None:
         """Drops what is known of steps after this one: they are done again."""
         if not self._file.exists():
             return
-        kept = [
-            line for line in self._file.read_text().splitlines() if _step(line) <= step
-        ]
-        beside = self._file.with_suffix(".tmp")
+        kept = [line for line in read_lines(self._file) if line["step"] <= step]
         with contextlib.suppress(OSError):
-            beside.write_text("".join(f"{line}\n" for line in kept))
-            os.replace(beside, self._file)
-
-
-def _step(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return math.inf  # half a line, from a process that was killed
+            write_text(self._file, "".join(f"{json.dumps(line)}\n" for line in kept))
 
 
 def _in_json(facts: Mapping[str, Any]) -> dict[str, Any]:

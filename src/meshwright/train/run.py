@@ -1,7 +1,6 @@
 """The run that this process takes part in: what outlives it lies in a folder."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 from meshwright.cluster.channel import channel
 from meshwright.cluster.faults import Injector, parse_faults
 from meshwright.cluster.orders import Orders, current_orders
+from meshwright.cluster.records import write_json
 from meshwright.cluster.store import word_of_first
 from meshwright.errors import CheckpointError
 from meshwright.train.checkpoint_store import CheckpointStore, Found, Outcome, Snapshot
@@ -148,9 +148,7 @@ class Run:
     def write_plan(self, report: Mapping[str, Any]) -> None:
         """Writes what the newest fit runs by."""
         if self.orders.rank == 0:
-            beside = self.orders.folder / "plan.json.tmp"
-            beside.write_text(f"{json.dumps(report, indent=2)}\n")
-            os.replace(beside, self.orders.folder / "plan.json")
+            write_json(self.orders.folder / "plan.json", report)
 
     def _hear(self, outcome: Outcome) -> None:
         if outcome.what in ("saved", "failed"):
