@@ -165,8 +165,8 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _fill_disk(self) -> None:
-        # The system then lets no file of this process grow, as a full disk does.
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        # The system then lets no file of this process grow, as a full disk does. It
+        # sends a signal as well, which Python ignores.
         self._limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, self._limit[1]))
 

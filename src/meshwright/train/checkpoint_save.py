@@ -35,6 +35,7 @@ from meshwright.train.checkpoint_versions import versions
 
 _TOPIC = "checkpoint/save"
 _PATIENCE_SECONDS = 10.0
+_CLEARING_SECONDS = 2.0
 _BLOCK = 4096
 
 
@@ -67,10 +68,20 @@ class Save:
             size = first_does(_TOPIC, lambda: self._complete(written), self._explain)
         except CheckpointError:
             if process_index() == 0:
-                with suppress(OSError):  # or else the next one clears it away
-                    remove(self._temporary)
+                self._clear_away()
             raise
         return int(size)
+
+    def _clear_away(self) -> None:
+        """Removes what was written; what is left, the next save removes.
+
+        When one array could not be written, threads may still be at others.
+        """
+        deadline = time.monotonic() + _CLEARING_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                return remove(self._temporary)
+            time.sleep(0.05)
 
     @property
     def _temporary(self) -> Path:
