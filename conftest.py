@@ -29,6 +29,9 @@ mw.configure(virtual=8)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
+collect_ignore = ["tests/launch/trained.py", "tests/train/checkpoint_worker.py"]
+"""Scripts that tests run; to look for doctests in them would run them here."""
+
 OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 """What scripts of their own do not inherit: they run as users run them."""
 
