@@ -51,7 +51,7 @@ def test_the_readme_s_tree_is_the_tree() -> None:
 
 
 def test_the_table_of_faults_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/faults.md").read_text()
+    page, _ = (ROOT / "docs/faults.md").read_text().split("## A log")
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", page, re.M)
     assert [int(number) for number, _ in rows] == list(range(1, 49))
     with_tests = 0

@@ -252,7 +252,7 @@ def test_a_training_step_of_the_users_own_is_refused() -> None:
     with pytest.raises(StrategyError) as caught:
         battery.train(model, "own-step")
     assert str(caught.value) == (
-        "'own_step', whose class OwnStep has a train_step of its own, was to be "
+        f"{model.name!r}, whose class OwnStep has a train_step of its own, was to be "
         "trained in pieces on several devices.\n"
         "Pieces replace the training step, so it would not be called.\n"
         "Override compute_loss instead of train_step, or train the model whole: under "

@@ -16,7 +16,7 @@ case $host in
     nopython) command=$(echo "$command" | sed 's#[^ ]*/python[^ ]*#/no/python#') ;;
     firewall) export MESHWRIGHT_INTERFACE=198.51.100.1 ;;
     silent) exec sleep 100 ;;
-    old) command="PYTHONPATH=$OLD_PACKAGES:$PYTHONPATH; $(echo "$command" | sed 's#PYTHONPATH=[^ ]*##')" ;;
+    old) command="export PYTHONPATH=$OLD_PACKAGES:$PYTHONPATH; $(echo "$command" | sed 's#PYTHONPATH=[^ ]*##')" ;;
     small) command=$(echo "$command" | sed 's#exec env#exec env MESHWRIGHT_VIRTUAL=3#') ;;
     mwns*) exec ip netns exec "$host" sh -c "$command" ;;
     127.*) export MESHWRIGHT_INTERFACE="$host" ;;

@@ -589,9 +589,16 @@ def test_a_name_that_nobody_knows_is_told() -> None:
 def test_a_resolver_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))
+    released = threading.Event()
+
+    def ask_for_long(*_: object, **__: object) -> None:
+        released.wait()
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask_for_long)
     with pytest.raises(RendezvousError, match=r"no answer in 0\.1 s"):
         find_address("slow", seconds=0.1)
+    released.set()
 
 
 @pytest.mark.parametrize("address", ["", "*", EVERY, "::", "::0"])
