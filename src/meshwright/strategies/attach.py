@@ -35,10 +35,6 @@ def attach(model: Any, strategy: "Strategy") -> None:
     """Makes a strategy the one that runs a model's steps."""
     install_keras_hooks()
 
-    def make_step(model: Any, step: Any) -> MeshStep | PipelineStep:
-        place(model, strategy)
-        return step_over_mesh(model, step, strategy)
-
     @contextmanager
     def make_intake(
         model: Any, verb: str, arguments: Mapping[str, Any]
@@ -54,7 +50,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
 
     object.__setattr__(model, _STRATEGY, strategy)
     object.__setattr__(model, _CUT, StageCut(model.name, strategy.plan))
-    object.__setattr__(model, STEP_MAKER, make_step)
+    object.__setattr__(model, STEP_MAKER, strategy.make_step)
     object.__setattr__(model, INTAKE_MAKER, make_intake)
     # Programs that were made for other devices are void.
     model.train_function = model.test_function = model.predict_function = None

@@ -23,7 +23,7 @@ from meshwright.parallel.layout import add_fsdp, is_arithmetic
 from meshwright.parallel.mesh import make_mesh, sharding
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.reduction import gather_values, reduce_values
-from meshwright.strategies.attach import attach, attached
+from meshwright.strategies.attach import attach, attached, place, step_over_mesh
 from meshwright.strategies.custom_loop import (
     check_values,
     compile_for_replicas,
@@ -92,6 +92,14 @@ class Strategy:
 
     def prepare(self, model: Any, arguments: Mapping[str, Any]) -> None:
         """Called before each run of a model, with the arguments of the run."""
+
+    def make_step(self, model: Any, step: Any) -> Any:
+        """What runs a step of Keras' (train, test or predict) of a model.
+
+        That of the plan; strategies that are more than a plan have steps of their own.
+        """
+        place(model, self)
+        return step_over_mesh(model, step, self)
 
     @cached_property
     def mesh(self) -> Mesh:
