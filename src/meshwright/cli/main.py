@@ -4,6 +4,7 @@ import sys
 import traceback
 
 from meshwright import __version__
+from meshwright.cli.bench import bench
 from meshwright.cli.chaos import chaos
 from meshwright.cli.ckpt import ckpt
 from meshwright.cli.demo import demo
@@ -26,7 +27,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (chaos, ckpt, demo, devices, doctor, plan, train):
+for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, train):
     cli.add_command(_verb)
 
 

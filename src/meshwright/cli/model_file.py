@@ -30,10 +30,8 @@ def load_model(target: str, *, with_values: bool = False) -> Any:
         ModelFileError: There is no such file or function, it fails, or it returns
             something else than a built and compiled model.
     """
-    file, colon, name = target.rpartition(":")
-    if not (file and colon and name):
-        raise ModelFileError(f"The model received {target!r}.", _FORM, _EXAMPLE)
-    make_model = _function(_load(Path(file)), name, file)
+    make_model = load_function(target)
+    file = target.rpartition(":")[0]
 
     def make() -> Any:
         model = make_model()
@@ -54,6 +52,21 @@ def load_model(target: str, *, with_values: bool = False) -> Any:
         ) from error
     except Exception as error:
         raise _failure(target, error, Path(file), _RESULT) from error
+
+
+def load_function(target: str) -> Callable[[], Any]:
+    """The function of `FILE.py:NAME`; the file is imported.
+
+    Arguments:
+        target: The text.
+
+    Raises:
+        ModelFileError: There is no such file or function, or the file fails.
+    """
+    file, colon, name = target.rpartition(":")
+    if not (file and colon and name):
+        raise ModelFileError(f"The model received {target!r}.", _FORM, _EXAMPLE)
+    return _function(_load(Path(file)), name, file)
 
 
 def _load(path: Path) -> ModuleType:

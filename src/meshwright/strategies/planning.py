@@ -2,7 +2,7 @@
 
 import gc
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -218,13 +218,33 @@ def _weak_scaling(
 ) -> dict[int, Candidate]:
     """By a number of devices, the fastest plan for a batch that grows with it."""
     own = _own_batch(batch_size, machine)
-    weak: dict[int, Candidate] = {}
-    for number in numbers:
-        size = own * number
+    batches = {number: own * number for number in numbers}
+    weak = fastest_plans(work, machine, known, batches, precision)
+    return {number: _corrected(each, correction) for number, each in weak.items()}
+
+
+def fastest_plans(
+    work: Workload,
+    machine: Machine,
+    known: KnownSpeed,
+    batches: Mapping[int, int],
+    precision: Precision | None = None,
+) -> dict[int, Candidate]:
+    """By a number of devices, the fastest plan for all of them that fits.
+
+    Arguments:
+        work: The training step.
+        machine: The devices, of which parts are looked at.
+        known: How fast they are.
+        batches: By a number of devices, the samples of the global batch.
+        precision: What layers compute in; as the model has it if left out.
+    """
+    found: dict[int, Candidate] = {}
+    for number, size in batches.items():
         made = search(work, machine.part(number), known, size, precision)
-        found = replace(made, enough=1).candidates(number)
-        weak |= _best_by_number((_corrected(c, correction) for c in found), size)
-    return weak
+        candidates = replace(made, enough=1).candidates(number)
+        found |= _best_by_number(candidates, size)
+    return found
 
 
 def _own_batch(batch_size: int, machine: Machine) -> int:

@@ -1,0 +1,171 @@
+"""`meshwright bench`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import meshwright as mw
+from meshwright.bench.comparison import compare_strategies
+from meshwright.bench.feeding import measure_feeding
+from meshwright.bench.fleet import Fleet, fleet_of
+from meshwright.bench.scaling import Scaling, measure_scaling
+from meshwright.bench.table import Table
+from meshwright.cli.model_file import load_function, load_model
+from meshwright.cli.output import json_option, print_json
+
+import click
+
+
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Numbers of devices, as `1,2,4,8`."""
+
+    name = "counts"
+
+    def convert(self, value: Any, *where: Any) -> tuple[int, ...]:
+        """Reads them."""
+        try:
+            return tuple(int(each) for each in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers as 1,2,4,8", *where)
+
+
+def _options(*names: str) -> Callable[[Any], Any]:
+    known = {
+        "devices": click.option(
+            "--devices",
+            type=Counts(),
+            help="Numbers of devices, as 1,2,4,8; all powers of two if left out.",
+        ),
+        "machine": click.option(
+            "--machine", help="'8xH200', for predictions alone; what is here if not."
+        ),
+        "batch": click.option(
+            "--batch",
+            type=click.IntRange(min=1),
+            default=256,
+            show_default=True,
+            help="Samples of the global batch.",
+        ),
+        "samples": click.option(
+            "--samples",
+            type=click.IntRange(min=1),
+            help="Samples of an epoch; a hundred batches if left out.",
+        ),
+        "epochs": click.option(
+            "--epochs",
+            type=click.IntRange(min=1),
+            default=1,
+            show_default=True,
+            help="Epochs of the whole training.",
+        ),
+        "price": click.option(
+            "--price", type=float, help="US dollars for a device for an hour."
+        ),
+        "data": click.option(
+            "--data",
+            help="FILE.py:make_data, a function that returns (x, y) or batches.",
+        ),
+        "markdown": click.option(
+            "--markdown", is_flag=True, help="Print tables for a page of text."
+        ),
+    }
+
+    def add(function: Any) -> Any:
+        for name in reversed(names):
+            function = known[name](function)
+        return json_option(function)
+
+    return add
+
+
+_MODEL = click.argument("model", metavar="FILE.py:make_model")
+
+
+@click.group()
+def bench() -> None:
+    """Measure a model here: how it scales, which strategy, its cost, its input.
+
+    FILE.py:make_model names a function that returns a compiled and built Keras model.
+    """
+
+
+@bench.command()
+@_MODEL
+@_options("devices", "machine", "batch", "samples", "markdown")
+def scaling(
+    model: str,
+    devices: Sequence[int] | None,
+    machine: str | None,
+    batch: int,
+    samples: int | None,
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """Strong and weak scaling: time of an epoch, speed-up, efficiency, bottleneck."""
+    fleet = fleet_of(devices, machine)
+    found = measure_scaling(_load(model, fleet), batch, fleet, samples=samples)
+    _print(found.tables(), markdown, as_json)
+
+
+@bench.command()
+@_MODEL
+@_options("devices", "machine", "batch", "samples", "epochs", "price", "markdown")
+def cost(
+    model: str,
+    devices: Sequence[int] | None,
+    machine: str | None,
+    batch: int,
+    samples: int | None,
+    epochs: int,
+    price: float | None,
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """What the whole training costs on 1, 2, 4, ... devices, and the best return."""
+    fleet = fleet_of(devices, machine, price=price)
+    found: Scaling = measure_scaling(
+        _load(model, fleet), batch, fleet, samples=samples, epochs=epochs, weak=False
+    )
+    _print(found.costs(), markdown, as_json)
+
+
+@bench.command()
+@_MODEL
+@_options("devices", "batch", "markdown")
+def strategies(
+    model: str,
+    devices: Sequence[int] | None,
+    batch: int,
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """All strategies side by side on the devices here: time and memory of each."""
+    fleet = fleet_of(devices)
+    table = compare_strategies(load_model(model, with_values=True), batch, fleet)
+    _print([table], markdown, as_json)
+
+
+@bench.command("input")
+@_MODEL
+@_options("batch", "data")
+def input_(model: str, batch: int, data: str | None, as_json: bool) -> None:
+    """Whether data comes as fast as the devices train on it."""
+    make_data = None if data is None else load_function(data)
+    built = load_model(model, with_values=True)
+    found = measure_feeding(built, mw.Mirrored(), make_data, batch)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        click.echo(str(found))
+
+
+def _load(model: str, fleet: Fleet) -> Any:
+    """The model, with values if something is to be measured."""
+    return load_model(model, with_values=fleet.here is not None)
+
+
+def _print(tables: Sequence[Table], markdown: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"tables": [table.to_json() for table in tables]})
+        return
+    texts = [table.to_markdown() if markdown else str(table) for table in tables]
+    click.echo("\n\n".join(texts))

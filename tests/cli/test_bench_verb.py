@@ -1,0 +1,84 @@
+"""`meshwright bench`: its tables as text, Markdown and JSON, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.cli.main import main
+
+import pytest
+
+TOYS = Path(__file__).parents[1] / "toys.py"
+MODEL = f"{TOYS}:make_model"
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(["bench", *arguments])
+        out, err = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, out, err
+
+    return run
+
+
+def test_scaling_is_predicted_for_machines_that_are_not_here(call: Call) -> None:
+    status, out, _ = call("scaling", MODEL, "--machine", "8xH200", "--devices", "1,8")
+    assert status == 0
+    strong, weak = out.split("\n\n")
+    assert strong.startswith("toy, strong scaling (a global batch of 256), predicted")
+    assert weak.startswith("toy, weak scaling (the batch grows with the devices)")
+    assert [line.split()[0] for line in weak.splitlines()[2:4]] == ["1", "8"]
+
+
+def test_scaling_is_measured_here_and_said_as_json(call: Call) -> None:
+    status, out, _ = call("scaling", MODEL, "--devices", "1", "--batch", "8", "--json")
+    assert status == 0
+    tables = json.loads(out)["tables"]
+    assert len(tables) == 4
+    assert tables[0]["rows"][0]["step_seconds"] > 0
+
+
+def test_cost_takes_a_price_and_prints_markdown(call: Call) -> None:
+    asked = ("--machine", "2xH100", "--price", "2", "--epochs", "3", "--markdown")
+    status, out, _ = call("cost", MODEL, *asked)
+    assert status == 0
+    assert out.startswith("### toy, the cost of 3 epochs of 25,600 samples, predicted")
+    assert "| devices | plan | time | $/epoch | $ |" in out
+    assert "A device costs $2.00 an hour" in out
+
+
+def test_strategies_are_compared(call: Call) -> None:
+    status, out, _ = call("strategies", MODEL, "--devices", "1", "--batch", "8")
+    assert status == 0
+    assert out.splitlines()[2].split()[:3] == ["Single", "one", "device"]
+
+
+def test_input_reads_what_a_function_makes(call: Call) -> None:
+    data = f"{TOYS}:make_data"
+    status, out, _ = call("input", MODEL, "--data", data, "--batch", "16", "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert found["kind"] == "generator"
+    assert found["measured_reading"] > 0
+
+
+def test_lists_that_are_none_and_devices_that_are_missing_are_usage_errors(
+    call: Call,
+) -> None:
+    status, _, err = call("scaling", MODEL, "--devices", "1,x")
+    assert status == 2
+    assert "'1,x' is no list of numbers as 1,2,4,8" in err
+    status, _, err = call("scaling", MODEL, "--devices", "16")
+    assert status == 2
+    assert err.startswith("error: 16 devices were asked for")
+
+
+def test_a_function_for_data_that_does_not_exist_is_named(call: Call) -> None:
+    status, _, err = call("input", MODEL, "--data", f"{TOYS}:make_dat")
+    assert status == 2
+    assert "Did you mean make_data" in err
