@@ -672,6 +672,20 @@ def test_accumulated_training_equals_one_device(strategy: str, name: str) -> Non
     assert_equal_weights(model, reference, 2e-5)
 
 
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("strategy", ["fsdp-4", "hybrid-2-2-2"])
+def test_training_with_offloaded_state_equals_one_device(
+    strategy: str, name: str
+) -> None:
+    reference, _ = trained_alone(name)
+    model = mw.distribute(build(name), LEVERS[strategy](offload=True))
+    train(model, name)
+    assert_equal_weights(model, reference, 2e-5)
+    slots = {v.value.sharding.memory_kind for v in model.optimizer.variables if v.ndim}
+    weights = {v.value.sharding.memory_kind for v in model.trainable_variables}
+    assert (slots, weights) == ({"pinned_host"}, {"device"})
+
+
 @cache
 def trained_in_microbatches(name: str) -> keras.Model:
     model = mw.distribute(build(name), mw.Single(accumulate=3))

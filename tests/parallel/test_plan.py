@@ -53,6 +53,12 @@ def test_a_degree_is_a_whole_number_from_one(axis: str, degree: Any) -> None:
             "Use remat=True or remat=False.",
         ),
         (
+            "offload",
+            1,
+            "Offloading is on or off.",
+            "Use offload=True or offload=False.",
+        ),
+        (
             "precision",
             "int4",
             "Layers compute in float32, bfloat16, float16, or, with None, in what the "
@@ -69,6 +75,17 @@ def test_levers_out_of_their_range_are_refused(
     kind = type(value).__name__
     received = f"A plan received {field}={value!r} (a {kind})."
     assert str(caught.value).split("\n") == [received, rule, change]
+
+
+def test_stages_keep_the_state_of_their_optimizer() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(stages=2, offload=True)
+    assert str(caught.value).split("\n") == [
+        "A plan received offload=True (a bool).",
+        "The stages of a pipeline update their weights on their own, with the "
+        "optimizer's state beside them.",
+        "Leave offload out, or use fsdp= or tensor= instead of stages.",
+    ]
 
 
 def test_a_plan_with_stages_says_how_batches_flow() -> None:

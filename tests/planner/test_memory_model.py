@@ -260,6 +260,14 @@ def test_remat_keeps_only_what_passes_between_stages(known: Get) -> None:
         assert again.activations < 0.3 * each.estimate(4096, **pipeline).activations
 
 
+def test_state_in_the_memory_of_the_host_takes_none_of_a_gpu(known: Get) -> None:
+    each = known(deep, "gpu")
+    plain, away = each.estimate(4096), each.estimate(4096, offload=True)
+    assert away.total == plain.total - plain.optimizer
+    on_cpu = known(deep, "cpu")
+    assert on_cpu.estimate(4096, offload=True) == on_cpu.estimate(4096)
+
+
 def test_half_precision_halves_activations_on_gpus(known: Get) -> None:
     each = known(deep, "gpu")
     whole, half = each.estimate(4096), each.estimate(4096, precision="bfloat16")

@@ -4,7 +4,7 @@ from meshwright.models.profile import build_abstractly
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.schedules import make_schedule
 from meshwright.planner.machines import parse_machine
-from meshwright.planner.prediction import Predictor, _length
+from meshwright.planner.prediction import HOST_LINK, Predictor, _length
 from meshwright.planner.speeds import known_speed
 from meshwright.planner.workload import Workload
 
@@ -77,6 +77,18 @@ def test_sharded_state_is_updated_in_parts(predictor: Predictor) -> None:
     split = predictor.predict(Plan(fsdp=8), 8192).parts
     assert split["update"] == pytest.approx(whole["update"] / 8)
     assert split["communication"] == pytest.approx(whole["communication"], rel=0.05)
+
+
+def test_state_in_the_memory_of_the_host_travels_both_ways(
+    predictor: Predictor,
+) -> None:
+    here, away = (
+        predictor.predict(Plan(data=8, offload=offload), 8192).parts
+        for offload in (False, True)
+    )
+    two_slots = 2 * 4 * 8 * 4096 * 4097
+    extra = away["update"] - here["update"]
+    assert extra == pytest.approx(2 * two_slots / HOST_LINK, rel=0.01)
 
 
 def test_a_pipeline_says_how_long_its_stages_wait(predictor: Predictor) -> None:

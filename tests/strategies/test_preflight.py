@@ -47,9 +47,9 @@ def net(width: int = 128, depth: int = 3) -> keras.Model:
     return model
 
 
-def wide() -> keras.Model:
+def wide(depth: int = 4) -> keras.Model:
     """Weights are most of it."""
-    layers = [L.Dense(256, use_bias=False) for _ in range(4)]
+    layers = [L.Dense(256, use_bias=False) for _ in range(depth)]
     model = keras.Sequential([keras.Input((256,)), *layers], name="wide")
     model.compile("adam", "mse")
     return model
@@ -157,6 +157,35 @@ def test_state_is_sharded_where_microbatches_do_not_help() -> None:
     assert mw.preflight(model, 64, strategy, memory=limit).fits
 
 
+@pytest.mark.parametrize(("batch_size", "axis"), [(64, "tensor"), (4096, "stages")])
+def test_weights_are_split_in_layers_or_over_stages_where_sharding_is_too_little(
+    batch_size: int, axis: str
+) -> None:
+    model = build_abstractly(lambda: wide(6))
+    mirrored = mw.Mirrored(CPUS[:4])
+    needed = mw.preflight(model, batch_size, mirrored).bytes_per_device
+    limit = needed // 2
+    found = mw.preflight(model, batch_size, mirrored, memory=limit).suggestion
+    assert found is not None
+    assert found.words == f"{axis}={getattr(found.plan, axis)}"
+    strategy = Strategy(found.plan, mirrored.devices)
+    assert mw.preflight(model, batch_size, strategy, memory=limit).fits
+
+
+def test_state_goes_to_the_host_only_where_that_is_other_memory() -> None:
+    plan = Plan(data=4)
+    assert not any(changed.offload for changed, _ in _ordered(plan, 64))
+    away = [c for c, _ in _ordered(plan, 64, may_offload=True) if c.offload]
+    assert away
+    assert all(changed.stages == 1 for changed in away), "stages keep theirs"
+
+
+def test_microbatches_of_one_device_flow_through_the_stages() -> None:
+    plan = Plan(data=2, accumulate=16)
+    cut = [c for c, size in _ordered(plan, 64) if c.stages == 2 and size == 64]
+    assert {(c.accumulate, c.microbatches) for c in cut} == {(1, 16)}
+
+
 def test_stages_get_more_microbatches() -> None:
     model = build_abstractly(lambda: net(128, 6))
     strategy = mw.Pipeline(2, 2, schedule="gpipe", devices=CPUS[:2], remat=True)
@@ -173,6 +202,9 @@ def kinds_of(plan: Plan, batch_size: int, changed: Plan, size: int) -> str:
         "accumulate": changed.accumulate != plan.accumulate,
         "remat": changed.remat != plan.remat,
         "fsdp": changed.fsdp != plan.fsdp,
+        "tensor": changed.tensor != plan.tensor,
+        "stages": changed.stages != plan.stages,
+        "offload": changed.offload != plan.offload,
         "bfloat16": changed.precision != plan.precision,
         "batch": size != batch_size,
     }
@@ -181,13 +213,21 @@ def kinds_of(plan: Plan, batch_size: int, changed: Plan, size: int) -> str:
 
 def test_changes_are_tried_in_the_order_of_the_documentation() -> None:
     plan = Plan(data=8)
-    kinds = [kinds_of(plan, 4096, *each) for each in _ordered(plan, 4096)]
-    order = list(dict.fromkeys(kinds))
+    ordered = _ordered(plan, 4096, may_offload=True)
+    order = list(dict.fromkeys(kinds_of(plan, 4096, *each) for each in ordered))
     alone = [kind for kind in order if " " not in kind]
-    assert alone == ["accumulate", "remat", "fsdp", "bfloat16", "batch"]
+    splits = ["fsdp", "tensor", "stages"]
+    assert alone == [
+        "accumulate",
+        "remat",
+        *splits,
+        "offload",
+        "bfloat16",
+        "batch",
+    ]
     page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
     (said,) = re.findall(r"the first of these that fits: (.*?)\.", page, re.DOTALL)
-    words = ("accumulate", "remat", "fsdp", "bfloat16", "smaller batch")
+    words = [*alone[:-1], "smaller batch"]
     places = [said.index(word) for word in words]
     assert places == sorted(places)
 

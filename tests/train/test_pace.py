@@ -102,6 +102,16 @@ def test_executions_that_callbacks_count_are_those_of_keras() -> None:
     ]
 
 
+def test_state_that_comes_from_the_host_comes_for_each_step() -> None:
+    strategy = mw.Mirrored(["CPU:0", "CPU:1"], offload=True)
+    data, steps = fit_reason(strategy)
+    assert data.startswith("The arrays stay on the devices")
+    assert steps == (
+        "Steps are dispatched one by one: the optimizer's state comes from the host "
+        "for each of them."
+    )
+
+
 def test_who_wants_no_thread_gets_steps_one_by_one() -> None:
     strategy = make_strategy()
     strategy.resident, strategy.prefetch = False, 0

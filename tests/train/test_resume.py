@@ -95,6 +95,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tensor": lambda: mw.TensorParallel(2, devices=["CPU:0", "CPU:1"]),
     "pipeline": lambda: mw.Pipeline(2, 2, devices=["CPU:0", "CPU:1"]),
     "float16": lambda: mw.Mirrored(["CPU:0", "CPU:1"], precision="float16"),
+    "offload": lambda: mw.FSDP(2, devices=["CPU:0", "CPU:1"], offload=True),
 }
 
 

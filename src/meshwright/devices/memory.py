@@ -19,6 +19,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _WRAPPER = re.compile(r"(jvp|transpose|vmap|checkpoint|rematted_computation)\((.*)\)")
 _NO_BUFFER = {"bitcast", "tuple", "get-tuple-element", "constant", "after-all"}
+_ON_HOST = ":S(5)"
+"""The mark of an array in the memory of the host, behind its layout."""
 _BITS = re.compile(r"\d+")
 
 
@@ -265,6 +267,8 @@ def _tensors(hlo: str, labels: Mapping[str, tuple[str, str]]) -> Iterator[Tensor
         named = _OP_NAME.search(line)
         name = named[1] if named else ""
         if match["opcode"] == "parameter":
+            if _ON_HOST in match["type"]:
+                continue
             kind, path = labels.get(name, ("batch", name))
         else:
             kind, path = "temporary", layer_path(name)

@@ -78,6 +78,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def on_host(placement: NamedSharding) -> NamedSharding:
+    """The same split, in the memory of the hosts that the devices are in."""
+    return placement.with_memory_kind("pinned_host")
+
+
+def on_devices(placement: NamedSharding) -> NamedSharding:
+    """The same split, in the devices' own memory."""
+    return placement.with_memory_kind("device")
+
+
 def placed_shape(shape: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
     """The shape and type of an array, or of something like it, in a place."""
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)

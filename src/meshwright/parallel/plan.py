@@ -20,6 +20,8 @@ MICROBATCHES = 4
 """So many for each stage if nobody says otherwise; the bubble is then under a fifth."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
+_FLAGS = {"remat": "Rematerialisation", "offload": "Offloading"}
+
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -29,6 +31,7 @@ class Levers(TypedDict, total=False):
     accumulate: int
     remat: bool
     precision: Precision | None
+    offload: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,8 @@ class Plan:
     """Activations inside of blocks are computed again for the gradients, not kept."""
     precision: Precision | None = None
     """What layers compute in; None leaves it as the model has it."""
+    offload: bool = False
+    """The optimizer's state lies in the memory of the host between updates."""
     rules: tuple[tuple[str, Spec], ...] = ()
     """Ordered placement rules: a pattern in a variable's path, and its spec."""
 
@@ -92,6 +97,13 @@ class Plan:
                 "The microbatches of a pipeline add up their gradients already.",
                 "Use microbatches= of Pipeline or Hybrid for it.",
             )
+        if self.offload:
+            self._refuse(
+                "offload",
+                "The stages of a pipeline update their weights on their own, with the "
+                "optimizer's state beside them.",
+                "Leave offload out, or use fsdp= or tensor= instead of stages.",
+            )
         object.__setattr__(self, "schedule", self.schedule or DEFAULT_SCHEDULE)
         if self.microbatches is None:
             object.__setattr__(self, "microbatches", MICROBATCHES * self.stages)
@@ -117,12 +129,13 @@ class Plan:
                 "A batch is computed in a whole number of microbatches from 1.",
                 "Use accumulate=1 to compute it at once.",
             )
-        if not _is_flag(self.remat):
-            self._refuse(
-                "remat",
-                "Rematerialisation is on or off.",
-                "Use remat=True or remat=False.",
-            )
+        for field, name in _FLAGS.items():
+            if not _is_flag(getattr(self, field)):
+                self._refuse(
+                    field,
+                    f"{name} is on or off.",
+                    f"Use {field}=True or {field}=False.",
+                )
         if self.precision not in (None, *PRECISIONS):
             self._refuse(
                 "precision",
@@ -187,6 +200,8 @@ class Plan:
             parts.append("remat")
         if self.precision:
             parts.append(self.precision)
+        if self.offload:
+            parts.append("offload")
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:

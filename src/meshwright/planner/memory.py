@@ -8,7 +8,7 @@ it (`planner.partitioning`), fused and ordered as its compiler does (`models.fus
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any
@@ -127,7 +127,11 @@ class MemoryModel:
         rest = gcd(cut.smaller, plan.num_replicas)
         held = cut.num_larger * cut.larger // pieces
         held += cut.num_smaller * cut.smaller // rest
-        return program.estimate(cut.larger // pieces, held, plan.fsdp, plan.tensor)
+        found = program.estimate(cut.larger // pieces, held, plan.fsdp, plan.tensor)
+        # The memory of a CPU is the host's. Elsewhere the state comes when weights are
+        # updated; what else there was is forgotten by then.
+        is_elsewhere = plan.offload and self._platform != "cpu"
+        return replace(found, optimizer=0) if is_elsewhere else found
 
     def _stages(self, plan: Plan, batch_size: int) -> list[MemoryEstimate]:
         """What each stage of a pipeline needs."""

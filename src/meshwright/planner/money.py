@@ -201,7 +201,7 @@ def num_special(plan: Plan) -> int:
     """
     degrees = (plan.fsdp, plan.tensor, plan.stages, plan.accumulate)
     special = sum(degree > 1 for degree in degrees)
-    return special + plan.remat + (plan.precision is not None)
+    return special + plan.remat + plan.offload + (plan.precision is not None)
 
 
 def _with_because(

@@ -22,6 +22,10 @@ import numpy as np
 
 Array = np.ndarray
 
+HOST_LINK = 5e10
+"""Bytes a second between a GPU and the memory of its host, in one direction, through 16
+lanes of PCIe 5; they could carry 63 GB/s."""
+
 GATHERS_OF_STATISTICS = 7 / 2
 """For each sum of BatchNorm's, where `fsdp` divides it; counted in XLA's programs."""
 
@@ -87,7 +91,8 @@ class Predictor:
                 "compute": crowd
                 * (plan.accumulate * (work.forward + work.backward) + adding),
                 "communication": self._gradients(plan) + self._inside(plan, samples),
-                "update": crowd * work.update / plan.fsdp,
+                "update": crowd * work.update / plan.fsdp
+                + self._offloading(plan, batch_size),
                 "overhead": 0.0,
             }
         )
@@ -98,6 +103,17 @@ class Predictor:
         held = self._weight_bytes(plan.tensor) / plan.stages
         moved = self.speed.stream_seconds(np.array([3.0 * held]))
         return (parts - 1) * float(moved[0])
+
+    def _offloading(self, plan: Plan, batch_size: int) -> float:
+        """Seconds for the optimizer's state to come from the host and go back."""
+        if not plan.offload:
+            return 0.0
+        beside = replace(plan, offload=False)
+        held = self.work.memory.estimate(beside, batch_size).optimizer
+        if self.machine.kind == "CPU":
+            copied = self.speed.stream_seconds(np.array([4.0 * held]))
+            return self._crowd(plan) * float(copied[0])
+        return 2 * held / HOST_LINK
 
     def _crowd(self, plan: Plan) -> int:
         """How often the same cores do the work of a device."""

@@ -415,6 +415,8 @@ def changes(plan: Plan, other: Plan) -> list[str]:
         found.append("remat" if other.remat else "no remat")
     if plan.precision != other.precision:
         found.append(str(other.precision))
+    if plan.offload != other.offload:
+        found.append("offload" if other.offload else "no offload")
     return found or [other.describe()]
 
 

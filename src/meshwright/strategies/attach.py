@@ -40,7 +40,9 @@ def attach(model: Any, strategy: "Strategy") -> None:
         model: Any, verb: str, arguments: Mapping[str, Any]
     ) -> Iterator[Intake]:
         strategy.prepare(model, arguments)
-        pace = Pace(model, verb, strategy.mesh, strategy.resident, _most_steps(verb))
+        offloads = strategy.plan.offload and verb == "fit"
+        where = strategy.mesh, strategy.resident
+        pace = Pace(model, verb, *where, _most_steps(verb), offloads)
         strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
         with explaining_tracing(model), _course(model, verb, strategy) as course:
@@ -135,7 +137,8 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    for variable, where in place_variables(model, layouts, strategy.mesh):
+    places = place_variables(model, layouts, strategy.mesh, strategy.plan.offload)
+    for variable, where in places:
         _move(variable, where)
     return layouts
 

@@ -144,6 +144,11 @@ def _notes(plan: Plan, model: Any, state: Any, batch: Any) -> tuple[str, ...]:
             "remat: activations inside of blocks are computed again for the gradients, "
             "because only what passes between blocks is kept"
         )
+    if plan.offload:
+        notes.append(
+            "offload: the optimizer's state is in the memory of the host, and comes to "
+            "the devices for each update"
+        )
     return tuple(notes)
 
 

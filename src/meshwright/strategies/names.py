@@ -1,6 +1,7 @@
 """The strategies by the names of the field; each only yields a Plan.
 
-All take the levers of a Plan as keywords: `accumulate`, `remat` and `precision`.
+All take the levers of a Plan as keywords: `accumulate`, `remat`, `precision` and
+`offload`.
 """
 
 from collections.abc import Sequence

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from math import inf
+from math import inf, prod
 from typing import Any
 
 from meshwright.devices.sizes import format_bytes, parse_bytes
-from meshwright.errors import MeshwrightError, StrategyError
-from meshwright.parallel.plan import Plan
+from meshwright.errors import MeshwrightError, PlanError, StrategyError
+from meshwright.parallel.plan import MICROBATCHES, Plan
 from meshwright.planner.machines import parse_machine
 from meshwright.planner.search import changes
 from meshwright.planner.workload import Workload
@@ -218,11 +218,14 @@ class _Changes:
         self._limit = limit
         self._tries_kernels = try_kernels
         machine = parse_machine(list(strategy.devices))
+        self._platform = strategy.mesh.devices.flat[0].platform
         self._estimates = Workload.of(model, machine.kind, data).memory
 
     def smallest(self, answer: Preflight) -> Suggestion | None:
         """The first change that fits, by the compiler's account."""
-        ordered = _ordered(answer.plan, answer.batch_size)
+        # The memory of a CPU is the host's, so nothing is gained there.
+        may = self._platform != "cpu"
+        ordered = _ordered(answer.plan, answer.batch_size, may_offload=may)
         found = self._first(ordered)
         if found is None:
             return None
@@ -262,7 +265,10 @@ class _Changes:
         return plan, size, needed
 
     def _estimate(self, plan: Plan, batch_size: int) -> float:
-        return self._estimates.estimate(plan, batch_size).total
+        try:
+            return self._estimates.estimate(plan, batch_size).total
+        except PlanError:
+            return inf  # the model cannot be cut into so many pieces
 
     def _needed(self, plan: Plan, batch_size: int) -> int | None:
         """What a device must have free; None if the plan does not suit the model."""
@@ -281,15 +287,18 @@ class _Changes:
         return _room(found, mesh.devices.flat[0].platform)
 
 
-def _ordered(plan: Plan, batch_size: int) -> list[tuple[Plan, int]]:
+def _ordered(
+    plan: Plan, batch_size: int, *, may_offload: bool = False
+) -> list[tuple[Plan, int]]:
     """Changes of a plan and its batch, those that change the least first.
 
-    What leaves the result as it is (accumulate, remat, fsdp: each alone, then together)
-    comes before what rounds it, and that before what trains on smaller batches.
+    What leaves the result as it is (accumulate, remat, fsdp, tensor, stages, offload:
+    each alone, then together) comes before what rounds it, and that before what trains
+    on smaller batches.
     """
     found = []
     is_even = batch_size % _num_parts(plan) == 0
-    for (rounds, *efforts), changed in _changed_plans(plan):
+    for (rounds, *efforts), changed in _changed_plans(plan, may_offload):
         for halvings in range(5):
             size = batch_size >> halvings
             divides = size % _num_parts(changed) == 0 or not is_even
@@ -305,36 +314,60 @@ def _num_parts(plan: Plan) -> int:
     return plan.num_replicas * (plan.microbatches or plan.accumulate)
 
 
-def _changed_plans(plan: Plan) -> Iterator[tuple[tuple[int, ...], Plan]]:
+def _changed_plans(
+    plan: Plan, may_offload: bool
+) -> Iterator[tuple[tuple[int, ...], Plan]]:
     """Plans with what they change: rounding, how many other things, which, how far."""
     precisions = [plan.precision]
     if plan.precision not in ("bfloat16", "float16"):
         precisions.append("bfloat16")
-    for split, precision, remat, doublings in product(
-        _splits(plan), precisions, {plan.remat, True}, range(5)
+    offloads = {plan.offload, may_offload or plan.offload}
+    for mesh, precision, remat, offload, doublings in product(
+        _meshes(plan), precisions, {plan.remat, True}, offloads, range(5)
     ):
+        changed = _changed(plan, mesh, offload, doublings)
+        if changed is None:
+            continue
         # In the order of intrusiveness.
-        which = (doublings > 0, remat != plan.remat, split > 1)
+        splits = (each > 1 for each in mesh)
+        which = (doublings > 0, remat != plan.remat, *splits, offload != plan.offload)
         weight = sum(2**place for place, is_new in enumerate(which) if is_new)
         rounds = precision != plan.precision
-        effort = (int(rounds), sum(which), weight, split, doublings)
-        changed = replace(
-            plan,
-            data=plan.data // split,
-            fsdp=plan.fsdp * split,
-            precision=precision,
-            remat=remat,
-        )
-        if plan.stages > 1:
-            number = (plan.microbatches or 1) << doublings
-            yield effort, replace(changed, microbatches=number)
-        else:
-            yield effort, replace(changed, accumulate=plan.accumulate << doublings)
+        effort = (int(rounds), sum(which), weight, prod(mesh), doublings)
+        yield effort, replace(changed, precision=precision, remat=remat)
 
 
-def _splits(plan: Plan) -> Iterator[int]:
-    """Over how many of the replicas the weights may be split besides."""
-    return (n for n in range(1, plan.data + 1) if plan.data % n == 0)
+def _changed(
+    plan: Plan, mesh: tuple[int, int, int], offload: bool, doublings: int
+) -> Plan | None:
+    """The plan on another mesh of as many devices, and with smaller microbatches."""
+    fsdp, tensor, stages = mesh
+    is_cut = plan.stages * stages > 1
+    if (is_cut and offload) or (stages > 1 and doublings):
+        return None
+    smaller: dict[str, Any] = {"accumulate": plan.accumulate << doublings}
+    if stages > 1:
+        number = max(MICROBATCHES * stages, plan.accumulate)
+        smaller = {"accumulate": 1, "stages": stages, "microbatches": number}
+    elif is_cut:
+        smaller = {"microbatches": (plan.microbatches or 1) << doublings}
+    return replace(
+        plan,
+        data=plan.data // prod(mesh),
+        fsdp=plan.fsdp * fsdp,
+        tensor=plan.tensor * tensor,
+        offload=offload,
+        **smaller,
+    )
+
+
+def _meshes(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """Ways in which replicas may share a model: by fsdp, tensor and stages."""
+    degrees = [n for n in range(1, plan.data + 1) if plan.data % n == 0]
+    cuts = degrees if plan.stages == 1 else [1]
+    for mesh in product(degrees, degrees, cuts):
+        if plan.data % prod(mesh) == 0:
+            yield mesh
 
 
 def _words(plan: Plan, changed: Plan, batch_size: int, size: int) -> str:

@@ -15,7 +15,7 @@ from meshwright.devices.strategy_hooks import (
 from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.models.forward import in_blocks
 from meshwright.parallel.batch import BatchSplit
-from meshwright.parallel.mesh import gathered, replicated
+from meshwright.parallel.mesh import gathered, on_devices, replicated
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.train.accumulation import accumulated_step
@@ -73,6 +73,7 @@ class MeshPrograms:
     ) -> None:
         self.trains = step.__name__ == "train_step"
         self._skips = skips and self.trains
+        self._offloads = plan.offload and self.trains
         self._model = model
         self._function = pure(model, step.__name__, step.__wrapped__)
         self._plan = plan
@@ -164,7 +165,7 @@ class MeshPrograms:
         of_each: bool,
     ) -> Any:
         """Several steps; `pick` gets a batch from its number and the arguments."""
-        places = [list(group) for group in shardings]
+        places = self._on_devices(shardings)
         unrolls = step.flops <= SMALL_STEP_FLOPS
 
         def run(state: Any, *data: Any) -> Any:
@@ -207,11 +208,30 @@ class MeshPrograms:
         out = tuple(list(group) for group in shardings)
         options = compiler_options(self._mesh)
         return jax.jit(
-            run,
+            self._fetching(run, shardings),
             donate_argnums=0,
             out_shardings=(logs, out),
             compiler_options=options,
         )
+
+    def _fetching(
+        self, run: Callable[..., Any], shardings: Shardings
+    ) -> Callable[..., Any]:
+        """The same function, for a state of which a part is in the host's memory."""
+        if not self._offloads:
+            return run
+        places = tuple(self._on_devices(shardings))
+
+        def fetch_and_run(state: Any, *data: Any) -> Any:
+            return run(jax.device_put(state, places), *data)
+
+        return fetch_and_run
+
+    def _on_devices(self, shardings: Shardings) -> list[list[NamedSharding]]:
+        """Where the state is while a step runs."""
+        if not self._offloads:
+            return [list(group) for group in shardings]
+        return [list(map(on_devices, group)) for group in shardings]
 
     def _in_blocks(self, gather: Callable[[Any], Any]) -> AbstractContextManager[None]:
         return replacing_forward_pass(self._model, in_blocks(gather))

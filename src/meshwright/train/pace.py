@@ -50,6 +50,7 @@ class Pace:
         mesh: The devices.
         resident: Whether arrays stay on the devices; None if they do when they fit.
         most_steps: How many steps may be dispatched together; None if that is free.
+        offloads: Whether the optimizer's state comes from the host for each step.
 
     Attributes:
         because: Why arrays stay on the devices or not, and why so many steps are
@@ -63,6 +64,7 @@ class Pace:
         mesh: Mesh,
         resident: bool | None,
         most_steps: int | None = None,
+        offloads: bool = False,
     ) -> None:
         self.because: dict[str, str] = {}
         self._model = model
@@ -70,6 +72,7 @@ class Pace:
         self._mesh = mesh
         self._resident = resident
         self._most_steps = min(most_steps or MOST_STEPS, MOST_STEPS)
+        self._offloads = offloads
         self._lengths: dict[Any, int] = {}
         # All processes dispatch as many steps together, whatever machine they are on.
         cores = say_to_all("cores", str(os.cpu_count() or 1))
@@ -225,6 +228,8 @@ class Pace:
             return 1, f"{self._state_listeners} wants to see each of them"
         if not work.is_repeatable:
             return 1, "the step changes the shape or type of its state"
+        if self._offloads:
+            return 1, "the optimizer's state comes from the host for each of them"
         if self._is_on_cpu and work.has_grouped_convolutions:
             return 1, "loops have no fast code for convolutions in groups"
         if self._most_steps == 1:

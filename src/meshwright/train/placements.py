@@ -8,13 +8,16 @@ from meshwright.parallel.layout import (
     reference_of,
     unique_variables,
 )
-from meshwright.parallel.mesh import replicated, sharding
+from meshwright.parallel.mesh import on_host, replicated, sharding
 
 from jax.sharding import Mesh, NamedSharding
 
 
 def place_variables(
-    model: Any, layouts: Mapping[str, VariableLayout], mesh: Mesh
+    model: Any,
+    layouts: Mapping[str, VariableLayout],
+    mesh: Mesh,
+    offloads: bool = False,
 ) -> Iterator[tuple[Any, NamedSharding]]:
     """The variables of a model, its metrics and its optimizer, each with its place.
 
@@ -22,6 +25,7 @@ def place_variables(
         model: The model.
         layouts: Those of its own variables, by path.
         mesh: The devices.
+        offloads: Whether the optimizer's state belongs into the memory of the host.
     """
     whole = replicated(mesh)
     places = {}
@@ -33,4 +37,8 @@ def place_variables(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         for slot in optimizer.variables:
-            yield slot, places.get(id(reference_of(slot, model)), whole)
+            beside = places.get(id(reference_of(slot, model)))
+            if beside is None:
+                yield slot, whole
+            else:
+                yield slot, on_host(beside) if offloads else beside
