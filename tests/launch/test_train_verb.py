@@ -309,6 +309,15 @@ def test_on_a_terminal_output_passes_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "runs/script/logs/0-0.txt").read_bytes().endswith(b"10%\r 20%\n")
 
 
+@pytest.fixture
+def on_a_terminal_that_tells() -> Iterator[None]:
+    """Tests may run under nohup, which a launcher would rightly inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("on_a_terminal_that_tells")
 def test_a_terminal_that_closes_lets_workers_save(tmp_path: Path) -> None:
     with launch(tmp_path, STEPPING.format(saving="pass")) as launcher:
         launcher.wait_for("five")
