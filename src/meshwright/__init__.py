@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.strategies.preflighting import preflight
     from meshwright.strategies.verification import verify
     from meshwright.train.learning_rate import scaled_lr
+    from meshwright.train.monitor import Monitor
     from meshwright.train.warmup import Warmup
 
 start_up()
@@ -53,6 +54,7 @@ __all__ = [
     "Hybrid",
     "Layerwise",
     "Mirrored",
+    "Monitor",
     "Pipeline",
     "Plan",
     "PlanReport",
@@ -88,6 +90,7 @@ _HOMES = {
     "PlanReport": "planner.report",
     "Single": "strategies.names",
     "TensorParallel": "strategies.names",
+    "Monitor": "train.monitor",
     "Warmup": "train.warmup",
     "configure": "devices.configuration",
     "device": "strategies.by_hand",

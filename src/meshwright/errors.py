@@ -31,7 +31,8 @@
     ├── CheckpointWarning                         a checkpoint that is lost or damaged
     ├── CompileCacheWarning                       compiled programs cannot be kept
     ├── PlacementWarning                          a device was replaced by another
-    └── BatchWarning                              a batch leaves devices without work
+    ├── BatchWarning                              a batch leaves devices without work
+    └── MonitorWarning                            a training cannot be shown any more
 
 An error speaks in three beats: what was received, the rule, what to change.
 Each class is explained in `docs/errors.md`.
@@ -251,6 +252,10 @@ class CompileCacheWarning(MeshwrightWarning):
 
 class PlacementWarning(MeshwrightWarning):
     """A device that is not there was replaced by one that is."""
+
+
+class MonitorWarning(MeshwrightWarning):
+    """A training cannot be shown any more; it goes on."""
 
 
 class BatchWarning(MeshwrightWarning):

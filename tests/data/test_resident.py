@@ -4,6 +4,7 @@ from typing import Any
 
 import meshwright as mw  # noqa: F401
 from meshwright.data.resident import ArraysInMemory, ResidentStream, Shapes
+from meshwright.data.tally import Tally
 
 import keras
 import numpy as np
@@ -42,7 +43,9 @@ def test_the_order_is_the_one_that_keras_draws(
     keras.utils.set_random_seed(3)
     data = ArraysInMemory((X, Y), 10, batch_size, shuffle)
     num_steps = -(-10 // batch_size)
-    streams = [ResidentStream(data, lambda size, left: length) for _ in range(2)]
+    streams = [
+        ResidentStream(data, lambda size, left: length, Tally()) for _ in range(2)
+    ]
     ours = [batches_of(stream, num_steps) for stream in streams]
     keras.utils.set_random_seed(3)
     adapter = ArrayDataAdapter(X, Y, batch_size=batch_size, shuffle=shuffle)
@@ -52,14 +55,16 @@ def test_the_order_is_the_one_that_keras_draws(
 
 def test_nothing_is_drawn_before_the_first_batch_is_asked_for() -> None:
     keras.utils.set_random_seed(3)
-    ResidentStream(ArraysInMemory((X, Y), 10, 3, True), lambda size, left: 1)
+    ResidentStream(ArraysInMemory((X, Y), 10, 3, True), lambda size, left: 1, Tally())
     drawn_next = np.random.random()
     keras.utils.set_random_seed(3)
     assert np.random.random() == drawn_next
 
 
 def test_a_look_at_the_first_batch_does_not_take_it() -> None:
-    stream = ResidentStream(ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 2)
+    stream = ResidentStream(
+        ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 2, Tally()
+    )
     assert stream.settle_stretch(4, 4) == 2
     np.testing.assert_array_equal(next(stream)[1], [0, 1, 2])
     np.testing.assert_array_equal(next(stream)[1], [0, 1, 2])
@@ -68,7 +73,9 @@ def test_a_look_at_the_first_batch_does_not_take_it() -> None:
 
 
 def test_a_smaller_last_batch_is_announced_only_if_the_epoch_gets_there() -> None:
-    stream = ResidentStream(ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 9)
+    stream = ResidentStream(
+        ArraysInMemory((X, Y), 10, 3, False), lambda size, left: 9, Tally()
+    )
     assert stream.settle_stretch(3, 4) == 3
     assert stream.take_stretch().rest == 0
     assert stream.settle_stretch(5, 5) == 1

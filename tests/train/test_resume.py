@@ -340,6 +340,12 @@ def test_metrics_are_logged_in_order_and_not_twice(tmp_path: Path) -> None:
     ]
     assert [line["loss"] for line in epochs] == history["loss"]
     assert 0 < epochs[-1]["goodput"] <= 1
+    parts = ("devices", "input", "host", "compile")
+    timed = [line for line in logged if "step_seconds" in line]
+    assert timed
+    for line in timed:
+        assert sum(line[f"{part}_share"] for part in parts) == pytest.approx(1, abs=2e-4)
+        assert line["samples_per_second"] > 0
 
 
 def test_the_plan_is_written(tmp_path: Path) -> None:

@@ -19,11 +19,18 @@ from meshwright.data.checks import (
     in_memory,
     is_on_disk,
 )
-from meshwright.data.course import Course
+from meshwright.data.course import Course, Start
 from meshwright.data.demands import demands_of
 from meshwright.data.resident import ArraysInMemory, ResidentStream
 from meshwright.data.sources import are_arrays, open_source
-from meshwright.data.streams import BatchChecker, Reader, StackingStream, Stream
+from meshwright.data.streams import (
+    BatchChecker,
+    Reader,
+    StackingStream,
+    Stream,
+    Turnstile,
+)
+from meshwright.data.tally import Tally
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import adapt_arrays, arrays_behind
 from meshwright.devices.step import batch_size
@@ -61,6 +68,22 @@ class Pace(Protocol):
         """Begins to compile what `evaluate` will need inside of `fit`."""
 
 
+class Watch(Protocol):
+    """Who wants to know when steps begin and end."""
+
+    def enter_epoch(self) -> None:
+        """Called before the first step of an epoch."""
+
+    def before_steps(self, num_steps: int) -> None:
+        """Called before steps are dispatched."""
+
+    def see(self, logs: Any) -> None:
+        """Called with what the dispatch returned."""
+
+    def close(self, *, waits: bool) -> None:
+        """Called at the end."""
+
+
 class Intake:
     """The data of one call of `fit`, `evaluate` or `predict`.
 
@@ -77,6 +100,8 @@ class Intake:
         pace: Pace,
         course: Course,
         *,
+        tally: Tally | None = None,
+        watch: Watch | None = None,
         check_nan: bool = True,
         depth: int = 2,
     ) -> None:
@@ -86,6 +111,8 @@ class Intake:
         self._verb = verb
         self._check_nan = check_nan
         self._depth = depth
+        self._tally = tally or Tally()
+        self._watch = watch
         self._checker: BatchChecker | None = None
         self._until_built: list[tuple[Parts, Where]] = []
         # Each holds the order of its epoch, so they go when Keras lets go of them.
@@ -96,9 +123,30 @@ class Intake:
     def __enter__(self) -> "Intake":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         for stream in list(self._streams):
             stream.close()
+        if self._watch is not None:
+            self._watch.close(waits=kind is None)
+
+    def enter_epoch(self, num_steps: int | None, num_batches: int | None) -> Start:
+        """Where the epoch that begins now starts."""
+        start = self.course.enter_epoch(num_steps, num_batches)
+        if self._watch is not None:
+            self._watch.enter_epoch()
+        return start
+
+    def before_steps(self, first: int, num_steps: int) -> None:
+        """Called before steps are dispatched."""
+        self.course.before_steps(first, num_steps)
+        if self._watch is not None:
+            self._watch.before_steps(num_steps)
+
+    def see(self, logs: Any) -> None:
+        """Called with what the dispatch returned."""
+        self.course.see(logs)
+        if self._watch is not None:
+            self._watch.see(logs)
 
     def take(self, arguments: dict[str, Any]) -> None:
         """Checks the arguments of the call, and replaces what Keras does not know."""
@@ -164,7 +212,8 @@ class Intake:
             self._check_what_waited()
         data = self._kept[adapter]
         assert data is not None, "keeps has said so"
-        return ResidentStream(data, partial(self.pace.choose_length, data))
+        choose_length = partial(self.pace.choose_length, data)
+        return ResidentStream(data, choose_length, self._tally)
 
     def stretches(self, adapter: Any) -> bool:
         """Whether steps are dispatched several at a time, as streams settle."""
@@ -205,11 +254,12 @@ class Intake:
             self._checker.look_at_model()
         reader = Reader(iter(batches), self._checker)
         agreement = Agreement(self._verb) if process_count() > 1 else None
+        turnstile = Turnstile(agreement, self._tally)
         stream: Stream | StackingStream
         if self.pace.stacks(self._depth):
-            stream = StackingStream(reader, self._depth, agreement, self.pace, has_tail)
+            stream = StackingStream(reader, self._depth, turnstile, self.pace, has_tail)
         else:
-            stream = Stream(reader, limit, self._depth, agreement)
+            stream = Stream(reader, limit, self._depth, turnstile)
         self._streams.add(stream)
         return stream
 

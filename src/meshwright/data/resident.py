@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+from meshwright.data.tally import Tally
 from meshwright.devices.containers import map_leaves
 
 import jax
@@ -144,15 +145,20 @@ class ResidentStream:
         data: The arrays.
         choose_length: Says how many steps are dispatched together, given the size of
             their batches and the number of steps that are left.
+        tally: Counts what comes out of it.
     """
 
     draws_at_once = True
     """Whether the order of all batches is drawn before the first of them."""
 
     def __init__(
-        self, data: ArraysInMemory, choose_length: Callable[[int, int], int]
+        self,
+        data: ArraysInMemory,
+        choose_length: Callable[[int, int], int],
+        tally: Tally,
     ) -> None:
         self._data = data
+        self._tally = tally
         self._choose_length = choose_length
         self._num_taken = 0
         self._settled: Stretch | None = None
@@ -192,6 +198,7 @@ class ResidentStream:
         rest = last.size if batches is whole and num_wanted > most else 0
         self._settled = Stretch(self._data, batches, row, length, rest)
         self._num_taken += length
+        self._tally.add(length * batches.size)
         return length
 
     def take_stretch(self) -> Stretch:

@@ -15,6 +15,7 @@ from meshwright.data.demands import Demands, demands_of
 from meshwright.data.prefetch import Prefetch, prefetch
 from meshwright.data.resident import Shapes
 from meshwright.data.sources import refuse_empty
+from meshwright.data.tally import Tally
 from meshwright.devices.containers import map_leaves, named_leaves
 from meshwright.devices.step import batch_size
 
@@ -128,6 +129,33 @@ class Reader:
         return Arrived(batch, settle, batch_size(batch))
 
 
+class Turnstile:
+    """Lets batches through one after the other, and counts them.
+
+    Arguments:
+        agreement: What the other processes have to say, if there are any.
+        tally: Counts samples, and the time that is waited for them.
+    """
+
+    def __init__(self, agreement: Agreement | None, tally: Tally) -> None:
+        self._agreement = agreement
+        self._tally = tally
+
+    def take(self, next_one: Callable[[], Arrived]) -> Arrived:
+        """What comes next, if every process has something like it."""
+
+        def read() -> tuple[Arrived, int, int]:
+            arrived = next_one()
+            arrived.check()
+            return arrived, arrived.size, arrived.number
+
+        with self._tally.waiting():
+            agreed = self._agreement
+            found: Arrived = read()[0] if agreed is None else agreed.on(read)
+        self._tally.add(found.size * found.number)
+        return found
+
+
 class Stream:
     """Batches as they come, or put onto the mesh ahead of their use.
 
@@ -142,12 +170,12 @@ class Stream:
         reader: Reader,
         limit: int | None,
         depth: int,
-        agreement: Agreement | None,
+        turnstile: Turnstile,
     ) -> None:
         self._reader = reader
         self._limit = limit
         self._depth = depth
-        self._agreement = agreement
+        self._turnstile = turnstile
         self._chunk: _Chunk | None = None
         self._num_skipped = 0
 
@@ -160,7 +188,7 @@ class Stream:
         self._num_skipped = step
 
     def __next__(self) -> Any:
-        return _next_for_all(partial(next, self._reader), self._agreement).batch
+        return self._turnstile.take(partial(next, self._reader)).batch
 
     def ahead(self, put: Callable[[Any], Any]) -> Iterator[Any]:
         """The batches after `put`, which a thread does ahead, but not past an epoch.
@@ -174,7 +202,7 @@ class Stream:
             self._num_skipped = 0
             if limit is not None:
                 limit -= skipped
-            self._chunk = _Chunk(self._reader, put, limit, self._depth, self._agreement)
+            self._chunk = _Chunk(self._reader, put, limit, self._depth, self._turnstile)
         return self._chunk
 
     def close(self) -> None:
@@ -192,21 +220,20 @@ class _Chunk:
         put: Callable[[Any], Any],
         limit: int | None,
         depth: int,
-        agreement: Agreement | None,
+        turnstile: Turnstile,
     ) -> None:
         def put_batch(arrived: Arrived) -> Arrived:
             return arrived._replace(batch=put(arrived.batch))
 
         self.num_left = limit
-        self._agreement = agreement
+        self._turnstile = turnstile
         self._batches = prefetch(islice(reader, limit), put_batch, depth)
 
     def __iter__(self) -> "_Chunk":
         return self
 
     def __next__(self) -> Any:
-        take = partial(next, self._batches)
-        placed = _next_for_all(take, self._agreement).batch
+        placed = self._turnstile.take(partial(next, self._batches)).batch
         if self.num_left is not None:
             self.num_left -= 1
         if self.num_left == 0:
@@ -224,7 +251,7 @@ class StackingStream:
     Arguments:
         reader: Reads the batches.
         depth: For how many dispatches batches are ready at the most.
-        agreement: What the other processes have to say, if there are any.
+        turnstile: What lets batches through.
         pace: Says how many batches are dispatched together.
         has_tail: Whether it is known that an epoch ends with a smaller batch.
     """
@@ -236,14 +263,14 @@ class StackingStream:
         self,
         reader: Reader,
         depth: int,
-        agreement: Agreement | None,
+        turnstile: Turnstile,
         pace: Pace,
         has_tail: bool,
     ) -> None:
         self._has_tail = has_tail
         self._reader = reader
         self._depth = depth
-        self._agreement = agreement
+        self._turnstile = turnstile
         self._pace = pace
         self._stacks: Prefetch[Arrived] | None = None
         self._num_left: int | None = 0
@@ -288,9 +315,9 @@ class StackingStream:
     def _read(self, num_wanted: int | None, num_of_epoch: int | None) -> Arrived:
         step = self._pace.step
         if step is None:
-            return _next_for_all(partial(next, self._reader), self._agreement)
+            return self._turnstile.take(partial(next, self._reader))
         take = partial(self._next_stack, step, num_wanted, num_of_epoch)
-        arrived = _next_for_all(take, self._agreement)
+        arrived = self._turnstile.take(take)
         if self._num_left is not None:
             self._num_left -= arrived.number
         if self._num_left == 0:
@@ -417,15 +444,3 @@ def _put(step: Step, arrived: Arrived) -> Arrived:
 
 def _throw(error: BaseException) -> None:
     raise error
-
-
-def _next_for_all(take: Callable[[], Arrived], agreement: Agreement | None) -> Arrived:
-    """What comes next, if every process has something like it."""
-
-    def read() -> tuple[Arrived, int, int]:
-        arrived = take()
-        arrived.check()
-        return arrived, arrived.size, arrived.number
-
-    found: Arrived = read()[0] if agreement is None else agreement.on(read)
-    return found

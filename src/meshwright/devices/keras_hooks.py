@@ -258,7 +258,7 @@ def _make_guarded_function(
                     iterator = iterator.ahead(guarded.put)
                 outcome = run(state, iterator)
             if intake is not None:
-                intake.course.see(outcome[0])
+                intake.see(outcome[0])
             return outcome
 
     run_or_give_back.guarded = guarded  # type: ignore[attr-defined]
@@ -357,7 +357,7 @@ def _enumerate_stretches(original: Any, self: Any) -> Iterator[Any]:
         yield from original(self)
         return
     course = intake.course
-    start = course.enter_epoch(_steps_of_epoch(self), self._num_batches)
+    start = intake.enter_epoch(_steps_of_epoch(self), self._num_batches)
     self._num_batches = start.num_batches
     num_steps = _steps_of_epoch(self)
     course.begin_data(self.data_adapter)
@@ -394,7 +394,7 @@ def _enumerate_from(
             num_left = None if num_steps is None else num_steps - begin
             length = self._current_iterator.settle_stretch(num_left, num_steps)
         self._steps_seen += length
-        intake.course.before_steps(begin, length)
+        intake.before_steps(begin, length)
         yield begin, begin + length - 1, self._current_iterator
         begin += length
         intake.course.after_steps(begin, self._steps_seen)

@@ -46,6 +46,19 @@ def read_nvml() -> Nvml:
         return Nvml(because=f"NVML answered: {error}")
 
 
+def read_utilisation() -> tuple[float, ...]:
+    """How busy each visible GPU was of late, from 0 to 1; empty if NVML is silent."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        with _nvml_session(pynvml):
+            return _utilisation(pynvml)
+    except pynvml.NVMLError:
+        return ()
+
+
 @contextmanager
 def _nvml_session(nvml: ModuleType) -> Iterator[None]:
     nvml.nvmlInit()
@@ -55,17 +68,26 @@ def _nvml_session(nvml: ModuleType) -> Iterator[None]:
         nvml.nvmlShutdown()
 
 
+def _utilisation(nvml: ModuleType) -> tuple[float, ...]:
+    rates = map(nvml.nvmlDeviceGetUtilizationRates, _visible_handles(nvml))
+    return tuple(rate.gpu / 100 for rate in rates)
+
+
 def _driver_version(nvml: ModuleType) -> str:
     return str(nvml.nvmlSystemGetDriverVersion())
 
 
-def _visible_gpus(nvml: ModuleType) -> tuple[Gpu, ...]:
+def _visible_handles(nvml: ModuleType) -> list[Any]:
     handles = [
         nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
     ]
     uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
     chosen = visible_positions(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    handles = [handles[i] for i in chosen]
+    return [handles[i] for i in chosen]
+
+
+def _visible_gpus(nvml: ModuleType) -> tuple[Gpu, ...]:
+    handles = _visible_handles(nvml)
     buses = [_bus_of(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
     return tuple(_read_gpu(nvml, handle, buses) for handle in handles)
 

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.course import Course
 from meshwright.data.intake import Intake
+from meshwright.data.tally import Tally
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model
+from meshwright.train.listeners import callbacks_in
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
@@ -18,6 +20,7 @@ from meshwright.train.placements import place_variables
 from meshwright.train.run import current_run
 from meshwright.train.run_course import RunCourse
 from meshwright.train.stage_cut import StageCut
+from meshwright.train.stopwatch import Listener, Stopwatch
 from meshwright.train.tracing_errors import explaining_tracing
 
 import jax
@@ -44,9 +47,18 @@ def attach(model: Any, strategy: "Strategy") -> None:
         where = strategy.mesh, strategy.resident
         pace = Pace(model, verb, *where, _most_steps(verb), offloads)
         strategy.pace[verb] = pace
-        check_nan, depth = strategy.check_nan, strategy.prefetch
         with explaining_tracing(model), _course(model, verb, strategy) as course:
-            intake = Intake(model, verb, pace, course, check_nan=check_nan, depth=depth)
+            tally = Tally()
+            intake = Intake(
+                model,
+                verb,
+                pace,
+                course,
+                tally=tally,
+                watch=_watch(verb, tally, course, arguments),
+                check_nan=strategy.check_nan,
+                depth=strategy.prefetch,
+            )
             with intake:
                 yield intake
 
@@ -76,6 +88,27 @@ def _course(model: Any, verb: str, strategy: "Strategy") -> Iterator[Course]:
             yield Course()
         else:
             yield RunCourse(run, number, model, _plan_in_json(strategy))
+
+
+def _watch(
+    verb: str, tally: Tally, course: Course, arguments: Mapping[str, Any]
+) -> Stopwatch | None:
+    """What follows the steps of a fit, if anybody wants to know when they are done."""
+    if verb != "fit":
+        return None
+    from meshwright.train.monitor import Monitor
+
+    given = callbacks_in(arguments.get("callbacks"))
+    monitors = [callback for callback in given if isinstance(callback, Monitor)]
+    listeners: list[Listener] = [*monitors]
+    if isinstance(course, RunCourse) and course.listens:
+        listeners.append(course)
+    if not listeners:
+        return None
+    stopwatch = Stopwatch(tally, listeners)
+    for monitor in monitors:
+        monitor.follow(stopwatch)
+    return stopwatch
 
 
 def _plan_in_json(strategy: "Strategy") -> dict[str, Any]:

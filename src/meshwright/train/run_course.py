@@ -30,6 +30,8 @@ from meshwright.train.model_state import (
 )
 from meshwright.train.position import Position
 from meshwright.train.run import Run, position_of
+from meshwright.train.stopwatch import Lap
+from meshwright.train.timeline import Ledger
 
 import jax
 import numpy as np
@@ -88,6 +90,7 @@ class RunCourse(Course):
         self._pending: Dispatched | None = None
         self._host_logs: dict[str, float] = {}
         self._logged_at = 0.0
+        self._ledger = Ledger()
 
     @property
     def _skips(self) -> bool:
@@ -101,6 +104,18 @@ class RunCourse(Course):
     @property
     def _is_over(self) -> bool:
         return self._found is not None and position_of(self._found).has_ended
+
+    @property
+    def listens(self) -> bool:
+        """Whether it wants to know when steps are done, because it writes metrics."""
+        return self._run.metrics is not None
+
+    def hear(self, lap: Lap) -> None:
+        """Counts steps that are done."""
+        self._ledger.add(lap.dispatch)
+
+    def leave(self) -> None:
+        """Called when no more steps come."""
 
     def see_arrays(self, arrays: Any) -> None:
         """Remembers what tells the data from other data."""
@@ -280,8 +295,11 @@ class RunCourse(Course):
     def _log(self, epoch: int, logs: Mapping[str, float]) -> None:
         run, self._logged_at = self._run, time.monotonic()
         if run.metrics is not None:
-            goodput = round(run.goodput, 4)
-            run.metrics.add(run.step, epoch, time=time.time(), **logs, goodput=goodput)
+            facts: dict[str, Any] = {"time": time.time(), **logs}
+            facts["goodput"] = round(run.goodput, 4)
+            spent = self._ledger.take()
+            facts |= spent.to_json() if spent.steps else {}
+            run.metrics.add(run.step, epoch, **facts)
 
     def _refuse_loss(self, step: int, what: str) -> None:
         policy = self._run.orders.on_nan

@@ -1,0 +1,110 @@
+"""What there is to see of a training at a moment, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.devices.activity import Activity
+from meshwright.devices.sizes import format_bytes
+from meshwright.train.timeline import Spent
+
+_NAMES = {
+    "devices": "devices",
+    "input": "data",
+    "host": "Python",
+    "compile": "compiling",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Glance:
+    """One moment of a `fit`.
+
+    >>> spent = Spent(steps=10, samples=320, devices=0.09, input=0.01)
+    >>> now = Glance(epoch=1, epochs=5, step=10, steps=40, numbers={"loss": 0.25},
+    ...              spent=spent, seconds_left=90.0)
+    >>> print(now)
+    epoch 1/5, step 10/40: loss 0.25 | 3,200 samples/s, 10.0 ms a step (devices 90 %, data 10 %) | 1:30 left
+    """  # noqa: E501
+
+    epoch: int
+    """From 1."""
+    epochs: int
+    step: int
+    """Of the epoch."""
+    steps: int | None
+    """None as long as nobody knows how many there are."""
+    numbers: Mapping[str, float]
+    """Loss and metrics."""
+    spent: Spent
+    """What the time since the last glance went into."""
+    activities: Sequence[Activity] = ()
+    seconds_left: float | None = None
+    is_end: bool = field(default=False)
+    """Whether it is the last one of its epoch."""
+
+    def __str__(self) -> str:
+        head = f"{self.place}: {self.results}"
+        words = [head, self.pace, *map(describe, self.activities), self.rest]
+        return " | ".join(word for word in words if word)
+
+    @property
+    def place(self) -> str:
+        """How far it is."""
+        of = "" if self.steps is None else f"/{self.steps}"
+        return f"epoch {self.epoch}/{self.epochs}, step {self.step}{of}"
+
+    @property
+    def results(self) -> str:
+        """How well it does."""
+        return ", ".join(f"{name} {v:.4g}" for name, v in self.numbers.items())
+
+    @property
+    def pace(self) -> str:
+        """How fast it is, and where the time goes; empty if nothing was done."""
+        rate, each = self.spent.samples_per_second, self.spent.step_seconds
+        if rate is None or each is None:
+            return ""
+        return f"{rate:,.0f} samples/s, {_duration(each)} a step ({self.shares})"
+
+    @property
+    def shares(self) -> str:
+        """Where the time goes."""
+        found = {
+            name: round(100 * self.spent.share(part)) for part, name in _NAMES.items()
+        }
+        return ", ".join(f"{name} {share} %" for name, share in found.items() if share)
+
+    @property
+    def rest(self) -> str:
+        """How long it will take; empty if nobody knows, or it is over."""
+        return "" if self.seconds_left is None else f"{clock(self.seconds_left)} left"
+
+
+def describe(activity: Activity) -> str:
+    """What a device does and holds.
+
+    >>> describe(Activity(name="GPU:0", memory=3 * 2**30, limit=2**34, busy=0.5))
+    'GPU:0 50 %, 3.0 GiB of 16.0 GiB'
+    """
+    busy = "" if activity.busy is None else f" {round(100 * activity.busy)} %"
+    if activity.memory is None:
+        return f"{activity.name}{busy}"
+    limit = "" if activity.limit is None else f" of {format_bytes(activity.limit)}"
+    return f"{activity.name}{busy}, {format_bytes(activity.memory)}{limit}"
+
+
+def clock(seconds: float) -> str:
+    """As on a clock.
+
+    >>> clock(59.7), clock(3725)
+    ('1:00', '1:02:05')
+    """
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

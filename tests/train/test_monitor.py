@@ -1,0 +1,210 @@
+"""`mw.Monitor` beside real trainings."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import meshwright as mw
+from meshwright.errors import ConfigurationError, MonitorWarning
+from meshwright.train import monitor as monitoring
+from meshwright.train.display import Lines
+from meshwright.train.glance import Glance
+from meshwright.train.monitor import Monitor
+from meshwright.train.stopwatch import THREAD_NAME
+
+import keras
+import numpy as np
+import pytest
+
+X = np.random.default_rng(0).normal(size=(70, 4)).astype("float32")
+Y = X[:, :1]
+CPUS = ["CPU:0", "CPU:1"]
+
+
+def make_model() -> Any:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="line")
+    model.compile("sgd", "mse", metrics=["mae"])
+    return mw.distribute(model, mw.Mirrored(CPUS))
+
+
+class Shown:
+    """A display that remembers, and shows every lap."""
+
+    every = 0.0
+
+    def __init__(self) -> None:
+        self.glances: list[Glance] = []
+        self.warnings: list[str] = []
+        self.is_closed = False
+
+    def show(self, glance: Glance) -> None:
+        self.glances.append(glance)
+
+    def warn(self, words: str) -> None:
+        self.warnings.append(words)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    made = Shown()
+    monkeypatch.setattr(monitoring, "make_display", lambda how: made)
+    return made
+
+
+def batches(pause: float = 0.0) -> Iterator[Any]:
+    for start in range(0, 70, 10):
+        time.sleep(pause)
+        yield X[start : start + 10], Y[start : start + 10]
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True", "ignore:Your input ran out")
+@pytest.mark.parametrize("kind", ["arrays", "stream", "one by one"])
+def test_every_step_and_sample_is_counted_once(kind: str, shown: Shown) -> None:
+    model, watching = make_model(), Monitor()
+    if kind == "stream":
+        model.fit(batches(), epochs=1, verbose=0, callbacks=[watching])
+        sizes = [(7, 70)]
+    else:
+        alone = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: None)
+        callbacks = [watching] if kind == "arrays" else [watching, alone]
+        options: dict[str, Any] = {"epochs": 2, "verbose": 0, "callbacks": callbacks}
+        model.fit(X, Y, batch_size=32, validation_data=(X, Y), **options)
+        sizes = [(3, 70), (3, 70)]
+    assert [(each.steps, each.samples) for each in watching.spent] == sizes
+    assert shown.glances[-1].is_end
+    assert shown.is_closed
+
+
+def test_it_shows_where_the_fit_is_and_what_it_has_come_to(shown: Shown) -> None:
+    history = make_model().fit(
+        X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[Monitor()]
+    )
+    ends = [glance for glance in shown.glances if glance.is_end]
+    assert [(g.epoch, g.epochs, g.step, g.steps) for g in ends] == [
+        (1, 2, 3, 3),
+        (2, 2, 3, 3),
+    ]
+    for end, loss in zip(ends, history.history["loss"], strict=True):
+        assert end.numbers["loss"] == pytest.approx(loss)
+        assert set(end.numbers) == {"loss", "mae"}
+    assert ends[-1].seconds_left == 0
+    (activity,) = ends[0].activities
+    assert re.fullmatch(r"\d+ CPUs on \d+ cores", activity.name)
+    assert activity.memory is not None
+
+
+def test_it_changes_neither_the_result_nor_how_steps_are_dispatched(
+    shown: Shown,
+) -> None:
+    found = []
+    for callbacks in ([], [Monitor()]):
+        keras.utils.set_random_seed(1)
+        model = make_model()
+        model.fit(X, Y, batch_size=10, epochs=2, verbose=0, callbacks=callbacks)
+        strategy = model._meshwright_strategy
+        found.append((str(strategy.pace["fit"]), *model.get_weights()))
+    (pace, *weights), (pace_watched, *watched) = found
+    assert pace == pace_watched
+    for one, other in zip(weights, watched, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True", "ignore:Your input ran out")
+def test_devices_that_starve_are_told_of(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.train.timeline.ENOUGH_SECONDS", 0.0)
+    model, watching = make_model(), Monitor()
+    model.fit(batches(), verbose=0, callbacks=[watching])
+    shown.every = 9.0
+    model.fit(batches(pause=0.03), verbose=0, callbacks=[watching])
+    (spent,) = watching.spent
+    assert spent.input > 0.1
+    said = [words for words in shown.warnings if "waited for data" in words]
+    assert said
+
+
+def test_callbacks_that_take_long_are_time_of_python(shown: Shown) -> None:
+    slow = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: time.sleep(0.02)
+    )
+    watching = Monitor()
+    make_model().fit(X, Y, batch_size=10, verbose=0, callbacks=[slow, watching])
+    (spent,) = watching.spent
+    assert spent.host > 0.1
+
+
+def test_a_display_that_fails_does_not_stop_the_training(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(glance: Glance) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr(shown, "show", fail)
+    model = make_model()
+    with pytest.warns(MonitorWarning) as caught:
+        model.fit(X, Y, epochs=2, verbose=0, callbacks=[Monitor()])
+    (warning,) = caught
+    assert str(warning.message) == (
+        "Monitor cannot show the training any more: BrokenPipeError('nobody reads'). "
+        "It goes on."
+    )
+    assert len(model.history.epoch) == 2
+
+
+def test_a_fit_that_fails_leaves_neither_thread_nor_display(shown: Shown) -> None:
+    def fail(epoch: int, logs: Any) -> None:
+        raise RuntimeError("enough")
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    with pytest.raises(RuntimeError, match="enough"):
+        make_model().fit(X, Y, verbose=0, callbacks=[Monitor(), callback])
+    assert shown.is_closed
+    deadline = time.monotonic() + 10
+    while any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread ends when the devices are done"
+        time.sleep(0.01)
+
+
+def test_a_monitor_follows_one_fit_after_the_other(shown: Shown) -> None:
+    model, watching = make_model(), Monitor()
+    for epochs in (2, 1):
+        model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[watching])
+        assert len(watching.spent) == epochs
+
+
+def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    watching = Monitor(display="lines")
+    make_model().fit(X, Y, batch_size=32, verbose=0, callbacks=[watching])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"epoch 1/1, step 3/3: .*loss .* \| .* samples/s, ", last)
+    assert Lines.every > 1
+
+
+def test_a_model_without_a_strategy_cannot_be_followed() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="plain")
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigurationError) as raised:
+        model.fit(X, Y, verbose=0, callbacks=[Monitor()])
+    found = raised.value
+    assert [found.received, found.rule, found.change] == [
+        "Monitor was given to a fit of 'plain', which has no strategy.",
+        "It follows the steps of models that a strategy trains.",
+        "Use mw.distribute(model, mw.Single()) first, or leave the monitor out.",
+    ]
+
+
+def test_a_display_has_one_of_some_names() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Monitor(display="loud")  # type: ignore[arg-type]
+    found = raised.value
+    assert [found.received, found.rule, found.change] == [
+        "Monitor received display='loud' (a str).",
+        "A display is one of 'auto', 'live', 'lines', 'notebook', 'none'.",
+        "Use display='auto' to let it look at where the output goes.",
+    ]
