@@ -344,7 +344,8 @@ def test_metrics_are_logged_in_order_and_not_twice(tmp_path: Path) -> None:
     timed = [line for line in logged if "step_seconds" in line]
     assert timed
     for line in timed:
-        assert sum(line[f"{part}_share"] for part in parts) == pytest.approx(1, abs=2e-4)
+        whole = sum(line[f"{part}_share"] for part in parts)
+        assert whole == pytest.approx(1, abs=2e-4)
         assert line["samples_per_second"] > 0
 
 
