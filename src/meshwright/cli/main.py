@@ -12,6 +12,7 @@ from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
 from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
+from meshwright.cli.report import report
 from meshwright.cli.train import train
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
@@ -27,7 +28,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, train):
+for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, report, train):
     cli.add_command(_verb)
 
 

@@ -20,7 +20,13 @@ from meshwright.launch.redaction import redact_arguments, redact_environment
 
 _FILES = {
     *("config.json", "lock", "secret", "head.json", "launches.jsonl", "plan.json"),
-    *("metrics.jsonl", "events.jsonl", "faults.jsonl", "finished.json"),
+    *(
+        "placement.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "faults.jsonl",
+        "finished.json",
+    ),
     *("logs", "stacks", "checkpoints", "earlier", "report.html"),
 }
 """What can lie in a run folder before its `config.json` does."""

@@ -113,13 +113,15 @@ def _watch(
 
 def _plan_in_json(strategy: "Strategy") -> dict[str, Any]:
     """What a strategy runs by: the planner's report, or the plan that was named."""
+    used = {"strategy": repr(strategy), "devices": list(strategy.devices)}
     report = getattr(strategy, "report", None)
     if report is not None:
-        return dict(report.to_json())
+        return {**report.to_json(), **used}
     unknown = ("step_seconds", "memory_bytes", "bubble", "dollars_per_hour", "fits")
     named = f"{type(strategy).__name__} was named"
     entry = {"plan": strategy.plan.to_json(), **dict.fromkeys(unknown)}
-    return {"best": {**entry, "because": named}, "candidates": [], "rejected": []}
+    best = {**entry, "because": named}
+    return {"best": best, "candidates": [], "rejected": [], **used}
 
 
 def step_over_mesh(

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from meshwright.cluster.store import say_to_all
+from meshwright.devices.runtime import name_of
 from meshwright.devices.step import STATE_KINDS, newest_values, variables_of
 
 import jax
@@ -47,6 +49,24 @@ def all_finite(model: Any) -> bool:
     return "False" not in say_to_all("finite weights", str(here))
 
 
+def whereabouts(model: Any) -> list[dict[str, Any]]:
+    """Where each variable lies and what it takes there, as JSON values; no metrics."""
+    return [
+        {
+            "kind": kind,
+            "name": name,
+            "shape": list(value.shape),
+            "dtype": str(value.dtype),
+            "shard": list(value.sharding.shard_shape(value.shape)),
+            "bytes": prod(value.sharding.shard_shape(value.shape))
+            * value.dtype.itemsize,
+            "memory": value.sharding.memory_kind,
+            "devices": sorted(name_of(device) for device in value.sharding.device_set),
+        }
+        for kind, name, value in _placed_values(model)
+    ]
+
+
 def poison(model: Any) -> None:
     """Makes a weight NaN, as a fault that is injected."""
     model.jax_state_sync()
@@ -74,6 +94,13 @@ def _all_of(model: Any) -> Iterator[tuple[str, Any, Any]]:
             number = seen[variable.path]
             again = f"#{number}" if number > 1 else ""
             yield f"{kind}/{variable.path}{again}", variable, value
+
+
+def _placed_values(model: Any) -> Iterator[tuple[str, str, Any]]:
+    for name, _, value in _all_of(model):
+        kind, _, path = name.partition("/")
+        if kind != KINDS[-1]:
+            yield kind, path, value
 
 
 def _target(value: Any) -> jax.ShapeDtypeStruct:

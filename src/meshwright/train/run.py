@@ -1,5 +1,6 @@
 """The run that this process takes part in: what outlives it lies in a folder."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -149,6 +150,12 @@ class Run:
         """Writes what the newest fit runs by."""
         if self.orders.rank == 0:
             write_json(self.orders.folder / "plan.json", report)
+
+    def write_placement(self, variables: list[dict[str, Any]]) -> None:
+        """Writes where the variables of the newest fit lie; never stops a training."""
+        if self.orders.rank == 0:
+            with contextlib.suppress(OSError):
+                write_json(self.orders.folder / "placement.json", variables)
 
     def _hear(self, outcome: Outcome) -> None:
         if outcome.what in ("saved", "failed"):

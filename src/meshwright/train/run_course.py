@@ -27,6 +27,7 @@ from meshwright.train.model_state import (
     named_values,
     poison,
     targets_of,
+    whereabouts,
 )
 from meshwright.train.position import Position
 from meshwright.train.run import Run, position_of
@@ -91,6 +92,7 @@ class RunCourse(Course):
         self._host_logs: dict[str, float] = {}
         self._logged_at = 0.0
         self._ledger = Ledger()
+        self._has_told_where = False
 
     @property
     def _skips(self) -> bool:
@@ -157,6 +159,9 @@ class RunCourse(Course):
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Called with the logs of an epoch, those of its validation among them."""
+        if not self._has_told_where:
+            self._has_told_where = True
+            self._run.write_placement(whereabouts(self._model))
         self._log(epoch, _numbers_in(logs))
 
     def end(self) -> None:

@@ -69,6 +69,7 @@ class Spent:
         return {
             "samples_per_second": None if rate is None else round(rate, 3),
             "step_seconds": None if each is None else round(each, 7),
+            "timed_seconds": round(self.seconds, 6),
             **shares,
         }
 
