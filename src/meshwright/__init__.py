@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.strategies.verification import verify
     from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.warmup import Warmup
+    from meshwright.trials.packed import packed_trials
 
 start_up()
 del start_up
@@ -64,6 +65,7 @@ __all__ = [
     "devices",
     "distribute",
     "errors",
+    "packed_trials",
     "placement",
     "plan",
     "preflight",
@@ -92,6 +94,7 @@ _HOMES = {
     "configure": "devices.configuration",
     "device": "strategies.by_hand",
     "distribute": "strategies.distribute",
+    "packed_trials": "trials.packed",
     "placement": "devices.table",
     "plan": "strategies.planning",
     "preflight": "strategies.preflighting",
