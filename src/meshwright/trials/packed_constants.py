@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from meshwright.errors import PackedTrialsError
+
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -218,7 +220,7 @@ def _bind(operation: Any, inputs: list[Any], left: Iterator[Any]) -> list[Any]:
         return _run(inner, [], inputs, left)
     own = {key: _take_own(params[key], left) for key in sorted(params)}
     if any(_is_changed(constants) for constants in own.values()):
-        return _LOOPS[name](inputs, params, own)
+        return _loop_of(name)(inputs, params, own)
     bound = operation.primitive.get_bind_params(params)
     outputs = operation.primitive.bind(*inputs, **bound)
     return list(outputs) if operation.primitive.multiple_results else [outputs]
@@ -275,6 +277,18 @@ def _cond(inputs: list[Any], params: Any, own: Any) -> list[Any]:
 
     pairs = zip(params["branches"], own["branches"], strict=True)
     return list(jax.lax.switch(inputs[0], [branch(*p) for p in pairs], *inputs[1:]))
+
+
+def _loop_of(name: str) -> Any:
+    if name not in _LOOPS:
+        raise PackedTrialsError(
+            f"The configs differ in a constant inside of the operation {name}.",
+            f"Constants may differ inside of {', '.join(_LOOPS)}, and everywhere "
+            "outside of operations that have programs in them.",
+            "Make it a variable of the model that is not trainable, or call "
+            "packed_trials once for each of its values.",
+        )
+    return _LOOPS[name]
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from meshwright.cluster.randomness import random_state, set_random_state
 from meshwright.data.checks import Parts, Where, check_arrays
 from meshwright.data.demands import demands_of
 from meshwright.data.resident import ArraysInMemory
@@ -18,6 +17,9 @@ import jax
 import numpy as np
 
 VERB = "packed_trials"
+
+RandomState = tuple[str, Any, int, int, float]
+"""That of NumPy's generator, from which Keras draws the order of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,48 +106,46 @@ def _adapt(parts: Parts, batch_size: int, shuffle: bool) -> ArraysInMemory:
 class Orders:
     """The order of the samples for each member, epoch by epoch.
 
-    Each member draws from a random state of its own, as Keras does from NumPy's in the
-    member's own `fit`. Members whose states are equal share what is drawn.
+    Each member draws from a generator of its own, in the state in which NumPy's own is
+    when the member's `fit` would draw from it. Members whose states are equal share
+    what is drawn.
 
     Arguments:
         data: The training data.
-        states: The random state of each member before its first epoch.
+        states: NumPy's random state before the first epoch of each member.
     """
 
-    def __init__(self, data: ArraysInMemory, states: Sequence[Any]) -> None:
+    def __init__(self, data: ArraysInMemory, states: Sequence[RandomState]) -> None:
         self._data = data
-        numbers: dict[str, int] = {}
-        self._states: list[Any] = []
+        self._generators: list[np.random.RandomState] = []
         self._source: list[int] = []
+        numbers: dict[Any, int] = {}
         for state in states:
-            # Only the generator that draws decides.
-            key = repr(state[1]) if data.shuffle else ""
+            _, keys, position, *_ = state
+            key = (keys.tobytes(), position) if data.shuffle else None
             if key not in numbers:
-                numbers[key] = len(self._states)
-                self._states.append(state)
+                numbers[key] = len(self._generators)
+                generator = np.random.RandomState()
+                generator.set_state(state)
+                self._generators.append(generator)
             self._source.append(numbers[key])
-
-    def are_shared(self, members: Sequence[int]) -> bool:
-        """Whether these members have one order."""
-        return len({self._source[member] for member in members}) == 1
 
     def draw(self, members: Sequence[int]) -> "np.ndarray[Any, Any]":
         """The next order: one for all if they share it, else a row for each."""
         sources = [self._source[member] for member in members]
-        orders = {source: self._draw(source) for source in dict.fromkeys(sources)}
-        if len(orders) == 1:
-            return orders[sources[0]]
-        return np.stack([orders[source] for source in sources])
+        rows = {source: row for row, source in enumerate(dict.fromkeys(sources))}
+        orders = np.empty((len(rows), self._data.num_samples), np.int32)
+        for source, row in rows.items():
+            orders[row] = self._draw(source)
+        if len(rows) == 1:
+            return orders[0]
+        return orders[[rows[source] for source in sources]]
 
     def _draw(self, source: int) -> "np.ndarray[Any, Any]":
-        before = random_state()
-        set_random_state(self._states[source])
-        try:
-            order = self._data.draw_order().astype(np.int32)
-            self._states[source] = random_state()
-        finally:
-            set_random_state(before)
-        return order
+        number = self._data.num_samples
+        if not self._data.shuffle:
+            return np.arange(number)
+        return self._generators[source].permutation(number)
 
 
 def batch_shapes(data: ArraysInMemory, size: int) -> Any:

@@ -18,7 +18,7 @@ from meshwright.trials.packed_constants import (
     first_difference,
     read_program,
 )
-from meshwright.trials.packed_data import PackedData, batch_shapes
+from meshwright.trials.packed_data import PackedData, RandomState, batch_shapes
 
 import jax
 import numpy as np
@@ -34,12 +34,12 @@ class Member:
 
     Attributes:
         state: The values of its variables, in the four lists of Keras' training step.
-        random_state: What its `fit` draws its first epoch from.
+        random_state: What its `fit` draws the order of its first epoch from.
         readings: Its steps, as rows and constants.
     """
 
     state: list[list[Any]]
-    random_state: Any
+    random_state: RandomState
     readings: dict[Key, Reading]
 
 
@@ -53,14 +53,14 @@ class Members:
         constants: For each step, the constants that differ, by number: one value for
             each member.
         state: The values of variables, stacked over the members.
-        random_states: What each `fit` draws its first epoch from.
+        random_states: What each `fit` draws the order of its first epoch from.
     """
 
     model: Any
     steps: dict[Key, TracedStep]
     constants: dict[Key, dict[int, Any]]
     state: list[list[Any]]
-    random_states: list[Any]
+    random_states: list[RandomState]
 
     @property
     def weight_places(self) -> list[tuple[int, int]]:
@@ -91,13 +91,14 @@ def make_members(
         if first is None:
             data.check(model)
         _build(model, data.train)
-        drawn = random_state()
+        drawn = np.random.get_state(legacy=True)
         if first is not None:
             _compare_models(first, model, configs, number)
         traced = _trace(model, data)
         readings = {key: read_program(step.program) for key, step in traced.items()}
         if first is None:
             first, steps = model, traced
+            _refuse_growing_states(first, steps)
         else:
             found = steps, members[0].readings, traced, readings
             _compare_steps(*found, configs, number)
@@ -131,7 +132,11 @@ def _stacked(states: Sequence[list[list[Any]]]) -> list[list[Any]]:
 def _make(make_model: MakeModel, config: Any, number: int) -> Any:
     import keras
 
-    model = make_model(config)
+    try:
+        model = make_model(config)
+    except Exception as error:
+        error.add_note(f"It was raised by make_model(configs[{number}]).")
+        raise
     if not isinstance(model, keras.Model) or not model.compiled:
         what = type(model).__name__ if not isinstance(model, keras.Model) else None
         raise PackedTrialsError(
@@ -151,7 +156,7 @@ def _refuse_what_is_not_packed(model: Any, number: int) -> None:
     elif model.run_eagerly or not model.jit_compile:
         received = f"{model.name!r}, compiled with run_eagerly or without jit_compile"
         change = "Compile it without these."
-    elif getattr(model.optimizer, "use_ema", False):
+    elif _averages(model.optimizer):
         received = f"{model.name!r}, whose optimizer has use_ema=True"
         change = "Leave use_ema out, or train this model by itself."
     else:
@@ -161,6 +166,14 @@ def _refuse_what_is_not_packed(model: Any, number: int) -> None:
         "Members are trained by Keras' own step as one compiled program, and end with "
         "the weights that it leaves.",
         change,
+    )
+
+
+def _averages(optimizer: Any) -> bool:
+    """Whether an optimizer, or one inside of it, puts averages in place of weights."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return getattr(optimizer, "use_ema", False) or (
+        inner is not None and _averages(inner)
     )
 
 
@@ -184,6 +197,18 @@ def _build(model: Any, data: ArraysInMemory) -> None:
 def _values(model: Any) -> list[list[Any]]:
     groups = variables_of(model, [()] * TRAIN_STATES)
     return [[np.asarray(variable.value) for variable in group] for group in groups]
+
+
+def _refuse_growing_states(model: Any, steps: Mapping[Key, TracedStep]) -> None:
+    for (name, _), step in steps.items():
+        if not step.is_repeatable:
+            raise PackedTrialsError(
+                f"The {name}_step of {model.name!r} returns a state of other shapes or "
+                "types than it takes.",
+                "An epoch is a loop of steps, so a step's state goes into the next.",
+                f"Let {name}_step return the variables' values as they came, in the "
+                "same types.",
+            )
 
 
 def _trace(model: Any, data: PackedData) -> dict[Key, TracedStep]:
