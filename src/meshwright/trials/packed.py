@@ -9,7 +9,7 @@ from meshwright.data.checks import Parts
 from meshwright.errors import PackedTrialsError
 from meshwright.strategies.strategy import DeviceNames, choose_devices
 from meshwright.trials.packed_data import Orders, PackedData, take_data
-from meshwright.trials.packed_members import Members, make_members
+from meshwright.trials.packed_members import make_members
 from meshwright.trials.packed_programs import PackedPrograms, Places
 from meshwright.trials.packed_stopping import EarlyStops, refuse_other_callbacks
 
@@ -94,9 +94,7 @@ def packed_trials(
     names = choose_devices(devices)
     parts = Parts(x, y, sample_weight)
     data = take_data(parts, batch_size, shuffle, validation_data, validation_split)
-    members = make_members(make_model, configs, data)
-    stops = EarlyStops(callbacks, members.model, len(configs))
-    training = _Training(members, data, stops, Places(names, members))
+    training = PackedTraining(make_model, configs, data, names, callbacks)
     training.run(epochs)
     return [
         PackedTrial(config=config, history=history, weights=weights)
@@ -138,25 +136,44 @@ def _check_arguments(
         )
 
 
-class _Training:
-    """All epochs of all members."""
+class PackedTraining:
+    """All members of a packed training.
+
+    Arguments:
+        make_model: Makes the model of a config.
+        configs: The configs.
+        data: What all are trained on.
+        names: The devices over which they are spread.
+        callbacks: What each member follows a copy of.
+
+    Attributes:
+        histories: What each member logged.
+        weights: Its weights when it was done.
+    """
 
     def __init__(
-        self, members: Members, data: PackedData, stops: EarlyStops, places: Places
+        self,
+        make_model: Callable[[Any], Any],
+        configs: Sequence[Any],
+        data: PackedData,
+        names: Sequence[str],
+        callbacks: Sequence[Any] = (),
     ) -> None:
-        number = len(members.random_states)
+        members = make_members(make_model, configs, data)
+        number = len(configs)
         self._data = data
-        self._stops = stops
-        self._places = places
+        self._stops = EarlyStops(callbacks, members.model, number)
+        self._places = Places(names, members)
         self._orders = Orders(data.train, members.random_states)
-        self._programs = PackedPrograms(members.steps, places)
+        self._programs = PackedPrograms(members.steps, self._places)
         self._weight_places = members.weight_places
-        self._running = set(range(number))
+        self._running: set[int] = set()
         self.histories: list[dict[str, list[float]]] = [{} for _ in range(number)]
         self.weights: list[list[Any]] = [[] for _ in range(number)]
 
     def run(self, epochs: int) -> None:
-        """Trains until all members are done."""
+        """Trains until all members are done; called again, it goes on from there."""
+        self._running = set(self._places.members)
         order = self._draw()
         for epoch in range(epochs):
             logs = self._programs.train(self._data.train, order)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import PackedTrialsError
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -132,7 +133,7 @@ def _show_type(found: Any) -> str:
 
 def _bits(value: Any) -> Any:
     """An array as something that can be compared, NaN included."""
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     host = np.asarray(value)
     return host.shape, host.dtype, host.tobytes()

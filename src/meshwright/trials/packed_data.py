@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from meshwright.data.checks import Parts, Where, check_arrays
+from meshwright.data.checks import Parts, Where, check_arrays, equal_length
 from meshwright.data.demands import demands_of
 from meshwright.data.resident import ArraysInMemory
 from meshwright.data.sources import are_arrays
@@ -18,7 +18,7 @@ import numpy as np
 
 VERB = "packed_trials"
 
-RandomState = tuple[str, Any, int, int, float]
+RandomState = Any
 """That of NumPy's generator, from which Keras draws the order of samples."""
 
 
@@ -53,9 +53,11 @@ def take_data(
 
     given = None
     _refuse_streams(parts, "x")
+    equal_length(parts.leaves(), Where(VERB))
     if validation_data is not None:
         given = Parts(*keras.utils.unpack_x_y_sample_weight(validation_data))
         _refuse_streams(given, "validation_data")
+        equal_length(given.leaves(), Where(VERB, "validation_data"))
     elif validation_split:
         parts, given = _split(parts, validation_split)
     return PackedData(

@@ -1,13 +1,14 @@
 """The members of a packed training: each model is made, built, traced and let go."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cluster.randomness import random_state, set_random_state
 from meshwright.data.resident import ArraysInMemory
 from meshwright.devices.step import variables_of
-from meshwright.errors import PackedTrialsError
+from meshwright.errors import MeshwrightError, PackedTrialsError
 from meshwright.strategies.attach import attached
 from meshwright.train.mesh_programs import TEST_STATES, TRAIN_STATES
 from meshwright.train.pure_step import Step, pure
@@ -87,10 +88,11 @@ def make_members(
     members: list[Member] = []
     for number, config in enumerate(configs):
         set_random_state(before)
-        model = _make(make_model, config, number)
-        if first is None:
-            data.check(model)
-        _build(model, data.train)
+        with _told_of(number):
+            model = _make(make_model, config, number)
+            if first is None:
+                data.check(model)
+            _build(model, data.train)
         drawn = np.random.get_state(legacy=True)
         if first is not None:
             _compare_models(first, model, configs, number)
@@ -129,19 +131,28 @@ def _stacked(states: Sequence[list[list[Any]]]) -> list[list[Any]]:
     ]
 
 
+@contextmanager
+def _told_of(number: int) -> Iterator[None]:
+    """Adds the number of a config to errors that are not ours."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, MeshwrightError):
+            error.add_note(f"It came of the model of configs[{number}].")
+        raise
+
+
 def _make(make_model: MakeModel, config: Any, number: int) -> Any:
     import keras
 
-    try:
-        model = make_model(config)
-    except Exception as error:
-        error.add_note(f"It was raised by make_model(configs[{number}]).")
-        raise
+    model = make_model(config)
     if not isinstance(model, keras.Model) or not model.compiled:
         what = type(model).__name__ if not isinstance(model, keras.Model) else None
         raise PackedTrialsError(
             f"make_model(configs[{number}]) returned "
-            + (f"an object of type {what}." if what else f"{model.name!r}, uncompiled."),
+            + (
+                f"an object of type {what}." if what else f"{model.name!r}, uncompiled."
+            ),
             "Every member is a compiled Keras model.",
             "Call model.compile(...) in make_model and return the model.",
         )
