@@ -1,12 +1,17 @@
 """Packed trials: each member ends as its solo run does, and what cannot is refused."""
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import meshwright as mw
+from meshwright.data.checks import Parts
+from meshwright.devices.strategy_hooks import trace_hooks
 from meshwright.errors import DataError, PackedTrialsError
 from meshwright.trials import packed_programs
+from meshwright.trials.packed_data import take_data
+from meshwright.trials.packed_steps import TracedModel
 
 import keras
 import numpy as np
@@ -193,7 +198,45 @@ def test_other_metrics_and_numbers_of_variables_are_refused() -> None:
     error = refusal(make, ["plain", "mae"], X, Y)
     assert "the logs loss in the one, loss, mae in the other" in error.received
     error = refusal(make, ["plain", "no bias"], X, Y)
-    assert "2 trainable variables in the one, 1 in the other" in error.received
+    assert "2 times a trainable variable in the one, 1 in the other" in error.received
+
+
+def test_momentum_that_is_switched_off_is_told_by_the_variables_that_it_needs() -> None:
+    def make(momentum: float) -> keras.Model:
+        model = with_options(optimizer=keras.optimizers.SGD(0.1, momentum=momentum))
+        model.build((None, 6))
+        return model
+
+    error = refusal(make, [0.9, 0.0], X, Y)
+    assert "4 times a variable of the optimizer in the one, 2 in the" in error.received
+
+
+def test_recurrent_layers_are_not_left_to_a_library_that_takes_one_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from jax.experimental import rnn as library
+
+    rnn = importlib.import_module("keras.src.backend.jax.rnn")
+    in_steps: list[bool] = []
+
+    def lstm(*args: Any, **kwargs: Any) -> Any:
+        in_steps.append(trace_hooks() is not None)
+        raise NotImplementedError  # Keras goes on without it.
+
+    def make(_: Any) -> keras.Model:
+        model = keras.Sequential([keras.Input((5, 3)), L.LSTM(4), L.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
+    monkeypatch.setattr(library, "lstm", lstm)
+    model = make(None)
+    data = take_data(Parts(np.ones((4, 5, 3)), np.ones((4, 3))), 4, True, None, 0.0)
+    model.fit(*data.train.arrays, epochs=0, verbose=0)
+    assert in_steps, "it would have been used"
+    in_steps.clear()
+    TracedModel.of(model, data)
+    assert not any(in_steps)
 
 
 def test_a_value_that_switches_something_off_is_another_program() -> None:

@@ -45,6 +45,8 @@ class Row(NamedTuple):
         return self[:4] == other[:4]
 
     def __str__(self) -> str:
+        if not self.parameters and self.name in ("inputs", "outputs"):
+            return self.name
         types = ", ".join(map(_show_type, self.outputs))
         return f"{self.name} -> {types}" + (f" in {self.layer}" if self.layer else "")
 
@@ -147,9 +149,13 @@ def first_difference(one: Reading, other: Reading) -> tuple[Any, Any] | None:
     return None
 
 
-def differing(readings: Sequence[Reading]) -> dict[int, list[Any]]:
-    """The constants that are not the same in all, by number: that of each program."""
-    columns = zip(*(reading.constants for reading in readings), strict=True)
+def differing(constants: Sequence[Sequence[Any]]) -> dict[int, list[Any]]:
+    """The constants that are not the same in all, by number: that of each program.
+
+    Arguments:
+        constants: Those of programs whose rows are the same.
+    """
+    columns = zip(*constants, strict=True)
     return {
         number: list(column)
         for number, column in enumerate(columns)

@@ -11,7 +11,8 @@ from meshwright.parallel.turns import run_in_turn
 from meshwright.train.stretches import SMALL_STEP_FLOPS, put_whole
 from meshwright.train.traced_step import TracedStep
 from meshwright.trials.packed_constants import run_program
-from meshwright.trials.packed_members import Key, Members
+from meshwright.trials.packed_members import Members
+from meshwright.trials.packed_steps import Key
 
 import jax
 import jax.numpy as jnp
