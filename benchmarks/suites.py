@@ -237,10 +237,12 @@ def packed(is_short: bool) -> list[Comparison]:
         members("one packed", "--members", "1"),
         members("32 packed, own orders"),
         members("32 packed, one order", "--shares"),
+        members("32 packed on 2 virtual devices, own orders", "--devices", "2"),
+        members("32 packed on 2 virtual devices", "--devices", "2", "--shares"),
     ]
     bars = [
         Bar(ours=ours.name, theirs="one by one, stock", speedup=4.0)
-        for ours in contenders[-2:]
+        for ours in contenders[-4:]
     ]
     return [Comparison(name="tiny MLP", contenders=contenders, bars=bars)]
 

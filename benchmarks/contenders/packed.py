@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import meshwright as mw
+
 import jax
 from contender import serve
 from jobs import arguments, describe_data, job_of, load
@@ -16,7 +18,10 @@ def main() -> None:
     parser.add_argument(
         "--shares", action="store_true", help="all in the same order of samples"
     )
+    parser.add_argument("--devices", type=int, default=1, help="virtual ones")
     options = parser.parse_args()
+    if options.devices > 1:
+        mw.configure(virtual=options.devices)
     job = job_of(options)
     x, y = load(job, options.data)
     began = time.perf_counter()
