@@ -8,11 +8,12 @@ from typing import Any
 import meshwright as mw
 from meshwright.data.checks import Parts
 from meshwright.devices.strategy_hooks import trace_hooks
-from meshwright.errors import DataError, PackedTrialsError
-from meshwright.trials import packed_programs
+from meshwright.errors import DataError, MemoryLimitError, PackedTrialsError
+from meshwright.trials import packed_places, packed_room
 from meshwright.trials.packed_data import take_data
 from meshwright.trials.packed_steps import TracedModel
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -131,13 +132,13 @@ def test_members_stop_early_by_themselves_and_leave_their_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    leave = packed_programs.Places.leave
+    leave = packed_places.Places.leave
 
     def note(places: Any, members: Any) -> None:
         leave(places, members)
         sizes.append(places.size)
 
-    monkeypatch.setattr(packed_programs.Places, "leave", note)
+    monkeypatch.setattr(packed_places.Places, "leave", note)
     rates = [0.1, 3.0, 4.0, 5.0, 0.05]  # those above 2 get worse from the start
 
     def options() -> dict[str, Any]:
@@ -164,6 +165,29 @@ def test_nan_of_a_member_stays_its_own() -> None:
     assert np.isnan(broken.weights[0]).all()
     for trial in (first, last):
         assert_like_solo(trial, make_small, **options)
+
+
+def test_members_that_are_over_the_memory_limit_are_refused() -> None:
+    mw.configure(memory_limit="1KiB")
+    error = refusal(make_small, [{}] * 4, X, Y, devices=TWO, error=MemoryLimitError)
+    assert error.received.startswith("4 packed members, 2 on a device, need ")
+    assert error.received.endswith("per device; the limit is 1.0 KiB.")
+    assert "at the same time" in error.rule
+    assert "for example configs[:2], or pass more devices" in error.change
+    assert error.needed > error.limit == 1024
+    mw.configure(memory_limit="1GiB")
+    assert mw.packed_trials(make_small, [{}], X, Y, devices=TWO)
+
+
+def test_an_allocator_without_room_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nTrace")
+
+    monkeypatch.setattr(packed_room, "run_in_turn", fail)
+    error = refusal(make_small, [{}], X, Y, devices=TWO, error=MemoryLimitError)
+    assert "found no room: RESOURCE_EXHAUSTED: Out of memory." in error.received
 
 
 def test_layers_of_other_widths_are_refused_with_the_first_difference() -> None:

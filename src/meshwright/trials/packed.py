@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from meshwright.cluster.identity import process_count
@@ -10,7 +11,8 @@ from meshwright.errors import PackedTrialsError
 from meshwright.strategies.strategy import DeviceNames, choose_devices
 from meshwright.trials.packed_data import Orders, PackedData, take_data
 from meshwright.trials.packed_members import make_members
-from meshwright.trials.packed_programs import PackedPrograms, Places
+from meshwright.trials.packed_places import Places
+from meshwright.trials.packed_programs import PackedPrograms
 from meshwright.trials.packed_stopping import EarlyStops, refuse_other_callbacks
 
 import jax
@@ -73,6 +75,7 @@ def packed_trials(
 
     Raises:
         PackedTrialsError: Nothing to train, or configs that differ in more than values.
+        MemoryLimitError: More members than fit.
         DataError: Data that the model cannot work on.
 
     >>> import keras, meshwright as mw, numpy as np
@@ -121,8 +124,9 @@ def _check_arguments(
             "into a model.",
             "Pass a list such as [{'learning_rate': 0.1}, {'learning_rate': 0.01}].",
         )
-    for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise PackedTrialsError(
                 f"packed_trials received {name}={value!r}.",
                 f"{name} is a whole number of at least 1.",
@@ -203,7 +207,7 @@ class PackedTraining:
         for place, member in enumerate(self._places.members):
             if member not in self._running:
                 continue
-            own = {name: float(value[place]) for name, value in values.items()}
+            own = {name: _as_shown(value[place]) for name, value in values.items()}
             for name, value in own.items():
                 self.histories[member].setdefault(name, []).append(value)
 
@@ -232,6 +236,11 @@ class _Snapshot:
         if self._on_host is None:
             self._on_host = [np.asarray(value) for value in self._values]
         return [value[place].copy() for value in self._on_host]
+
+
+def _as_shown(value: Any) -> Any:
+    """A value as Keras' callbacks see it; metrics of several numbers stay arrays."""
+    return float(value) if np.ndim(value) == 0 else value
 
 
 def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:

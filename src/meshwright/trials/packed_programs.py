@@ -5,95 +5,23 @@ from functools import partial
 from typing import Any
 
 from meshwright.data.resident import ArraysInMemory
-from meshwright.devices.runtime import jax_devices
 from meshwright.models.formulations import compiler_options, in_best_form
-from meshwright.parallel.turns import run_in_turn
 from meshwright.train.stretches import SMALL_STEP_FLOPS, put_whole
 from meshwright.train.traced_step import TracedStep
 from meshwright.trials.packed_constants import run_program
-from meshwright.trials.packed_members import Members
+from meshwright.trials.packed_places import AXIS, Places
+from meshwright.trials.packed_room import Room
 from meshwright.trials.packed_steps import Key
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-_AXIS = "members"
-_ALL, _SPLIT = PartitionSpec(), PartitionSpec(_AXIS)
+_ALL, _SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 UNROLL_ON_GPU = 4
 """Steps in a round of the loop, where a round costs microseconds of its own."""
 
 Constants = Mapping[Key, Mapping[int, Any]]
-
-
-class Places:
-    """The places of the members that are still in training, on all devices.
-
-    There are as many on every device; those that are left over train a copy of the
-    last member, at which nobody looks.
-
-    Attributes:
-        members: The numbers of the members, in the order of their places.
-    """
-
-    def __init__(self, names: Sequence[str], members: Members) -> None:
-        number = len(members.random_states)
-        devices = [jax_devices()[name] for name in names[:number]]
-        self.mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-        self.members = list(range(number))
-        self.size = self._rounded(number)
-        rows = [min(place, number - 1) for place in range(self.size)]
-        put = partial(self._put, rows)
-        self.state = tuple(jax.tree.map(put, group) for group in members.state)
-        self.fresh_metrics = jax.tree.map(put, members.state[-1])
-        self.constants: Any = jax.tree.map(put, members.constants)
-
-    def _rounded(self, number: int) -> int:
-        return -(-number // self.mesh.size) * self.mesh.size
-
-    @property
-    def over_members(self) -> NamedSharding:
-        """The placement of what each member has its own of."""
-        return NamedSharding(self.mesh, _SPLIT)
-
-    @property
-    def whole(self) -> NamedSharding:
-        """The placement of what all members share."""
-        return NamedSharding(self.mesh, _ALL)
-
-    def put_order(self, order: "np.ndarray[Any, Any]") -> jax.Array:
-        """Puts the order of all members, or one for each, where it is used."""
-        if order.ndim == 1:
-            return jax.device_put(order, self.whole)
-        rows = [min(place, len(order) - 1) for place in range(self.size)]
-        return self._put(rows, order)
-
-    def _put(self, rows: Sequence[int], values: Any) -> jax.Array:
-        return jax.device_put(values[np.asarray(rows)], self.over_members)
-
-    def leave(self, members: Sequence[int]) -> None:
-        """Takes members out; their places go once half of all would be empty.
-
-        Fewer places are other programs, which are compiled anew.
-        """
-        kept = [m for m in self.members if m not in set(members)]
-        size = self._rounded(len(kept))
-        if not kept or 2 * size > self.size:
-            return
-        rows = [self.members.index(m) for m in kept]
-        rows += [rows[-1]] * (size - len(rows))
-        state = self.state, self.fresh_metrics, self.constants
-        taken = self._take(state, jnp.asarray(rows, jnp.int32))
-        self.state, self.fresh_metrics, self.constants = taken
-        self.members, self.size = kept, size
-
-    def _take(self, tree: Any, rows: jax.Array) -> Any:
-        take = jax.jit(
-            lambda tree: jax.tree.map(lambda array: array[rows], tree),
-            out_shardings=self.over_members,
-        )
-        return run_in_turn(self.mesh, take, tree)
 
 
 class PackedPrograms:
@@ -107,6 +35,7 @@ class PackedPrograms:
     def __init__(self, steps: Mapping[Key, TracedStep], places: Places) -> None:
         self._steps = steps
         self._places = places
+        self._room = Room(places)
         self._kept: dict[Any, Any] = {}
 
     def train(self, data: ArraysInMemory, order: jax.Array) -> Any:
@@ -118,8 +47,7 @@ class PackedPrograms:
             partial(self._train, data.batch_size, data.rest),
             (_SPLIT, _SPLIT, _SPLIT, _ALL, _ALL if is_shared else _SPLIT),
         )
-        logs, places.state = run_in_turn(
-            places.mesh,
+        logs, places.state = self._room.run(
             program,
             places.state,
             places.fresh_metrics,
@@ -138,8 +66,7 @@ class PackedPrograms:
             (_SPLIT, _SPLIT, _SPLIT, _ALL),
         )
         weights, others, slots, metrics = places.state
-        logs, others = run_in_turn(
-            places.mesh,
+        logs, others = self._room.run(
             program,
             others,
             (weights, places.fresh_metrics),
