@@ -111,7 +111,7 @@ class PackedPrograms:
             after = iter(values[structure.num_leaves :])
             return logs, tuple([next(after) for _ in group] for group in state)
 
-        best = in_best_form(one, self._places.mesh)
+        best = in_best_form(one, self._places.mesh, in_pairs=False)
         every = jax.vmap(best, in_axes=(0, 0, None if shares else 0))
         return lambda state, batch: every(state, constants[key], batch)
 
