@@ -50,9 +50,16 @@ def checkpointed(constant: float) -> Callable[[Any], Any]:
     return jax.grad(jax.checkpoint(lambda x: jnp.sin(x * constant).sum()))
 
 
-@pytest.mark.parametrize(
-    "make", [plain, called, looped, waiting, choosing, checkpointed]
-)
+def with_own_gradient(constant: float) -> Callable[[Any], Any]:
+    double = jax.custom_vjp(lambda x: x * constant)
+    double.defvjp(lambda x: (x * constant, None), lambda _, g: (g * constant,))
+    return lambda x: double(x)
+
+
+MAKE = [plain, called, looped, waiting, choosing, checkpointed, with_own_gradient]
+
+
+@pytest.mark.parametrize("make", MAKE)
 def test_one_program_does_what_each_does_wherever_the_constant_is(make: Make) -> None:
     values, x = [0.5, 2.0, 3.0], jnp.array([1.0, 2.0])
     programs = [jax.make_jaxpr(make(value))(x) for value in values]
