@@ -26,12 +26,13 @@ WEIGHTS = RNG.uniform(0.5, 2.0, 22).astype(np.float32)
 TWO = ["CPU:0", "CPU:1"]
 FIT: dict[str, Any] = {"epochs": 3, "batch_size": 4}
 
+NAMES = ("seed", "rate", "beta", "decay", "drop", "smooth", "l2", "clip")
 VALUES: list[dict[str, Any]] = [
-    {"seed": seed, "rate": rate, "beta": beta, "decay": decay, "drop": p, "smooth": s}
-    for seed, rate, beta, decay, p, s in (
-        (1, 0.01, 0.9, 0.1, 0.5, 0.2),
-        (1, 0.02, 0.8, 0.2, 0.3, 0.1),
-        (2, 0.03, 0.7, 0.3, 0.1, 0.3),
+    dict(zip(NAMES, values, strict=True))
+    for values in (
+        (1, 0.01, 0.9, 0.1, 0.5, 0.2, 0.01, 0.5),
+        (1, 0.02, 0.8, 0.2, 0.3, 0.1, 0.02, 1.0),
+        (2, 0.03, 0.7, 0.3, 0.1, 0.3, 0.03, 0.1),
     )
 ]
 
@@ -39,11 +40,16 @@ VALUES: list[dict[str, Any]] = [
 def make_any(config: dict[str, Any]) -> keras.Model:
     """Everything that may differ."""
     keras.utils.set_random_seed(config["seed"])
-    layers = [L.Dense(8, activation="relu"), L.Dropout(config["drop"]), L.Dense(3)]
+    hidden = L.Dense(8, "relu", kernel_regularizer=keras.regularizers.L2(config["l2"]))
+    layers = [hidden, L.Dropout(config["drop"]), L.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     model.compile(
         keras.optimizers.AdamW(
-            config["rate"], beta_1=config["beta"], weight_decay=config["decay"]
+            keras.optimizers.schedules.ExponentialDecay(config["rate"], 2, 0.9),
+            beta_1=config["beta"],
+            weight_decay=config["decay"],
+            clipnorm=config["clip"],
+            epsilon=config["rate"] / 1000,
         ),
         keras.losses.CategoricalCrossentropy(
             from_logits=True, label_smoothing=config["smooth"]

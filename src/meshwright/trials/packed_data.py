@@ -8,7 +8,6 @@ from typing import Any
 from meshwright.data.checks import Parts, Where, check_arrays, equal_length
 from meshwright.data.demands import demands_of
 from meshwright.data.resident import ArraysInMemory
-from meshwright.data.sources import are_arrays
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import adapt_arrays
 from meshwright.errors import DataError
@@ -69,7 +68,8 @@ def take_data(
 
 
 def _refuse_streams(parts: Parts, name: str) -> None:
-    if parts.x is None or not are_arrays(tuple(parts)):
+    are_arrays = all(hasattr(leaf, "__array__") for _, leaf in parts.leaves())
+    if parts.x is None or not are_arrays:
         raise DataError(
             f"packed_trials received {name} of type {type(parts.x).__name__}.",
             "The members go through the same samples in orders of their own, so these "
