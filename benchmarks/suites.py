@@ -215,12 +215,45 @@ def checkpoints(is_short: bool) -> list[Comparison]:
     ]
 
 
+def packed(is_short: bool) -> list[Comparison]:
+    """32 tiny MLPs as one program against one by one: 6 minutes.
+
+    Seconds are those of one member. `fit` is compiled, and dispatches step by step; one
+    member packed is a compiled loop of steps, bound by its arithmetic on a CPU.
+    """
+    job = [*sized("mlp", is_short), "--epochs", "2"]
+
+    def members(name: str, *arguments: str) -> Contender:
+        return Contender(
+            name=name,
+            script="packed.py",
+            arguments=[*job, *arguments],
+            environment=CPU,
+        )
+
+    contenders = [
+        fit("one by one, stock", "stock", *job, "--silent"),
+        fit("one by one, meshwright", "single", *job, "--silent"),
+        members("one packed", "--members", "1"),
+        members("32 packed, own orders"),
+        members("32 packed, one order", "--shares"),
+        members("32 packed on 2 virtual devices, own orders", "--devices", "2"),
+        members("32 packed on 2 virtual devices", "--devices", "2", "--shares"),
+    ]
+    bars = [
+        Bar(ours=ours.name, theirs="one by one, stock", speedup=4.0)
+        for ours in contenders[-4:]
+    ]
+    return [Comparison(name="tiny MLP", contenders=contenders, bars=bars)]
+
+
 SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
     "checkpoints": checkpoints,
     "devices": devices,
     "start": start_up,
     "fit": fits,
     "mesh": mesh,
+    "packed": packed,
     "pipeline": pipeline,
     "scaling": scaling,
 }

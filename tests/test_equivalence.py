@@ -488,6 +488,44 @@ def test_two_epochs_with_a_tail_equal_one_device(strategy: str, name: str) -> No
         np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
 
 
+PACKED = ("cnn", "dropout", "lstm", "own-step")
+"""Models that are packed in `make test`; all are in `make soak`."""
+
+
+def member(name: str, rate: float) -> keras.Model:
+    """A model as `trained_alone` has it at the rate 0.05, ready for its shuffles."""
+    model = build(name)
+    model.optimizer.learning_rate = rate
+    keras.utils.set_random_seed(11)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in PACKED else pytest.mark.soak)
+        for name in MODELS
+        if name != "averaged"  # refused
+    ],
+)
+def test_a_packed_member_equals_its_solo_run(name: str) -> None:
+    reference, expected = trained_alone(name)
+    trials = mw.packed_trials(
+        lambda rate: member(name, rate),
+        [0.01, 0.05, 0.02],
+        *MODELS[name].data(34),
+        epochs=2,
+        batch_size=24,
+        devices=CPUS[:2],
+    )
+    for ours, theirs in zip(trials[1].weights, reference.get_weights(), strict=True):
+        scale = max(1.0, float(np.abs(theirs).max(initial=0)))
+        np.testing.assert_allclose(ours, theirs, atol=2e-5 * scale)
+    assert trials[1].history.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_allclose(trials[1].history[key], values, rtol=1e-4)
+
+
 LOOP = {"size": 38, "batch_size": 4, "epochs": 1}
 """Nine whole batches, so many that a loop over them is not unrolled, and a rest."""
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.monitor import Monitor
     from meshwright.train.warmup import Warmup
+    from meshwright.trials.packed import packed_trials
 
 start_up()
 del start_up
@@ -66,6 +67,7 @@ __all__ = [
     "devices",
     "distribute",
     "errors",
+    "packed_trials",
     "placement",
     "plan",
     "preflight",
@@ -95,6 +97,7 @@ _HOMES = {
     "configure": "devices.configuration",
     "device": "strategies.by_hand",
     "distribute": "strategies.distribute",
+    "packed_trials": "trials.packed",
     "placement": "devices.table",
     "plan": "strategies.planning",
     "preflight": "strategies.preflighting",

@@ -19,6 +19,7 @@
     ├── PeerLostError             (TimeoutError)  a process that says nothing any more
     ├── RendezvousError           (ConnectionError) processes that do not come together
     ├── RunError                  (RuntimeError)  a run folder that cannot be used
+    ├── PackedTrialsError         (ValueError)    trials that are not one program
     ├── PerReplicaError           (ValueError)    values of replicas that do not fit
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── ProfileError              (ValueError)    a model whose shapes are not known
@@ -204,6 +205,10 @@ class RendezvousError(MeshwrightError, ConnectionError):
 
 class RunError(MeshwrightError, RuntimeError):
     """A run folder that cannot be used, or a script that cannot be run in it."""
+
+
+class PackedTrialsError(MeshwrightError, ValueError):
+    """Configs or arguments of which no packed training can be made."""
 
 
 class PerReplicaError(MeshwrightError, ValueError):

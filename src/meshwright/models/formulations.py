@@ -35,7 +35,11 @@ BEST_FORMS: dict[Platform, Rules] = {
 
 
 def in_best_form(
-    step: Callable[..., Any], mesh: Mesh, *, is_moved: bool = False
+    step: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    is_moved: bool = False,
+    in_pairs: bool = True,
 ) -> Callable[..., Any]:
     """The same step, for use inside of a program, in operations that suit the mesh.
 
@@ -43,8 +47,12 @@ def in_best_form(
         step: The step.
         mesh: The devices.
         is_moved: Whether it was traced for other devices in a mesh of the same shape.
+        in_pairs: Whether there may be a collective between two operations, so that
+            they are computed in one.
     """
     rules = BEST_FORMS["cpu" if _is_cpu(mesh) else "gpu"]
+    if not in_pairs:
+        rules = {name: rule for name, rule in rules.items() if isinstance(name, str)}
 
     def run(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
