@@ -19,6 +19,8 @@ import keras
 import numpy as np
 import pytest
 
+from local_workers import Nesterov, agreed, train_by_hand
+
 CPUS = [f"CPU:{i}" for i in range(8)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning")
@@ -640,6 +642,79 @@ def test_schedules_advance_once_per_step_whatever_the_device_count() -> None:
     train(model, "mlp")
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations) == 4
     assert_equal_weights(model, reference, 2e-5)
+
+
+LOCAL_MODELS = {
+    "mlp": ("mlp", momentum),
+    "cnn": ("cnn", momentum),
+    "dropout": ("dropout", momentum),
+    "lstm": ("lstm", momentum),
+    "adam": ("mlp", lambda: keras.optimizers.Adam(0.01)),
+}
+"""Optimizers keep a state of their own on each worker; BatchNorm sees its share."""
+
+
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        pytest.param(name, outer, marks=marks)
+        for name, outer, marks in [
+            *(("mlp", "average", ()), ("cnn", "diloco", ())),
+            *(("dropout", "average", ()), ("adam", "diloco", ())),
+            *(("lstm", outer, pytest.mark.soak) for outer in ("average", "diloco")),
+            *((name, "average", pytest.mark.soak) for name in ("cnn", "adam")),
+            *((name, "diloco", pytest.mark.soak) for name in ("mlp", "dropout")),
+        ]
+    ],
+)
+def test_local_sgd_equals_workers_by_hand(name: str, outer: str) -> None:
+    """Two epochs of 24 + 10 samples: 8, 8, 8 and then 4, 3, 3 on three workers."""
+    model_name, make_optimizer = LOCAL_MODELS[name]
+    x, y = MODELS[model_name].data(34)
+    by_outer: dict[str, Any] = {
+        "average": (None, None),
+        "diloco": (
+            keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True),
+            Nesterov(0.7, 0.9),
+        ),
+    }
+    optimizer, by_hand = by_outer[outer]
+    expected = train_by_hand(
+        lambda: build(model_name, make_optimizer()),
+        *(x, y),
+        num_workers=3,
+        sync_every=3,
+        batch_size=24,
+        epochs=2,
+        outer=by_hand,
+    )
+    strategy = mw.LocalSGD(3, optimizer, devices=CPUS[:3])
+    model = mw.distribute(build(model_name, make_optimizer()), strategy)
+    model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+    for variable, value in zip(agreed(model), expected, strict=True):
+        # Adam divides gradients near zero by their size, which makes rounding large.
+        tolerance = 2e-4 if name == "adam" else 2e-5
+        np.testing.assert_allclose(
+            np.asarray(variable), value, atol=tolerance, err_msg=variable.path
+        )
+
+
+@pytest.mark.parametrize("size", [34, 25])
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_local_sgd_that_agrees_after_every_step_equals_one_device(
+    size: int, is_resident: bool
+) -> None:
+    """Plain SGD is linear, so averages of steps are steps on averages."""
+    options = {"size": size, "batch_size": 4, "epochs": 2}
+    reference = build("mlp", keras.optimizers.SGD(0.05))
+    expected = train(reference, "mlp", **options)
+    strategy = mw.LocalSGD(1, devices=CPUS[:3])
+    strategy.resident = is_resident
+    model = mw.distribute(build("mlp", keras.optimizers.SGD(0.05)), strategy)
+    history = train(model, "mlp", **options)
+    assert_equal_weights(model, reference, 1e-5)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
 
 
 LEVERS: dict[str, Callable[..., Any]] = {

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
     from meshwright.strategies.distribute import distribute
+    from meshwright.strategies.local_sgd import LocalSGD
     from meshwright.strategies.names import (
         FSDP,
         Hybrid,
@@ -52,6 +53,7 @@ __all__ = [
     "Device",
     "Hybrid",
     "Layerwise",
+    "LocalSGD",
     "Mirrored",
     "Pipeline",
     "Plan",
@@ -82,6 +84,7 @@ _HOMES = {
     "Device": "devices.device",
     "Hybrid": "strategies.names",
     "Layerwise": "strategies.names",
+    "LocalSGD": "strategies.local_sgd",
     "Mirrored": "strategies.names",
     "Pipeline": "strategies.names",
     "Plan": "parallel.plan",
