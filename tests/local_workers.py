@@ -34,7 +34,8 @@ def train_by_hand(
     model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.optimizer.variables]
     seeds = [i for i, v in enumerate(variables) if "seed" in v.name]
-    floats = [i for i, v in enumerate(variables) if any(v is f for f in agreed(model))]
+    places = {id(v): i for i, v in enumerate(variables)}
+    floats = [places[id(v)] for v in agreed(model)]
     number_of_weights = len(model.trainable_variables)
     workers = [[np.array(v) for v in variables] for _ in range(num_workers)]
     for number, worker in enumerate(workers):
