@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.course import Course
 from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.scope import homes_of
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
@@ -118,6 +119,18 @@ def cut_of(model: Any) -> StageCut:
     """Where a model that has a strategy is cut into pieces."""
     cut: StageCut = getattr(model, _CUT)
     return cut
+
+
+def refuse_placed_by_hand(model: Any, strategy: "Strategy") -> None:
+    """Refuses a model whose layers were put on several devices by `mw.device`."""
+    homes = sorted({name for _, name in homes_of(model)})
+    if len(homes) > 1:
+        raise StrategyError(
+            f"{strategy!r} received {model.name!r}, whose layers were put on "
+            f"{', '.join(homes)} by hand.",
+            "This strategy decides itself where variables live and who computes.",
+            "Build the model without mw.device, or train it without a strategy.",
+        )
 
 
 def attached(model: Any) -> "Strategy | None":

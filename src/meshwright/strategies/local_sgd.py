@@ -2,13 +2,22 @@
 
 from typing import Any, Unpack
 
-from meshwright.devices.sizes import is_count
+from meshwright.devices.sizes import format_bytes, is_count
 from meshwright.errors import PlanError, StrategyError
+from meshwright.parallel.collectives import traffic
 from meshwright.parallel.plan import Levers, Plan
-from meshwright.strategies.attach import place
+from meshwright.strategies.attach import (
+    place,
+    refuse_placed_by_hand,
+    step_over_mesh,
+)
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
-from meshwright.train.local_step import LocalStep
+from meshwright.train.local_step import LocalStep, LookingStep
+from meshwright.train.mesh_step import training_state
 from meshwright.train.run import current_run
+from meshwright.train.stage_cut import StageCut
+
+import jax
 
 
 class LocalSGD(Strategy):
@@ -29,6 +38,9 @@ class LocalSGD(Strategy):
     LocalSGD(data=8, sync_every=8)
     """
 
+    is_a_plan = False
+    equals_one_device = False
+
     def __init__(
         self,
         sync_every: int,
@@ -36,7 +48,7 @@ class LocalSGD(Strategy):
         devices: DeviceNames = None,
         **levers: Unpack[Levers],
     ) -> None:
-        if not is_count(sync_every):
+        if not is_count(sync_every) or sync_every < 1:
             raise PlanError(
                 f"LocalSGD received sync_every={sync_every!r}.",
                 "It is a number of steps: a whole number from 1.",
@@ -57,10 +69,12 @@ class LocalSGD(Strategy):
         outer = f", outer={type(self.outer).__name__}" if self.outer else ""
         return f"LocalSGD({self.plan.describe()}, sync_every={self.sync_every}{outer})"
 
-    def make_step(self, model: Any, step: Any) -> Any:
+    def make_step(self, model: Any, step: Any, cut: StageCut | None = None) -> Any:
         """Training on workers of their own; the rest on what they agree on."""
+        refuse_placed_by_hand(model, self)
+        place(model, self)
         if step.__name__ != "train_step":
-            return super().make_step(model, step)
+            return LookingStep(model, step, self.plan, self.mesh)
         run = current_run()
         if run is not None and run.orders.on_nan == "skip":
             raise StrategyError(
@@ -69,9 +83,20 @@ class LocalSGD(Strategy):
                 "how many.",
                 "Use --on-nan rollback or stop.",
             )
-        place(model, self)
-        return LocalStep(
-            model, step, self.plan, self.mesh, self.sync_every, self.outer
+        own = (self.sync_every, self.outer)
+        return LocalStep(model, step, self.plan, self.mesh, *own)
+
+    def what_travels(self, model: Any, program: str, batch: Any) -> tuple[str, ...]:
+        """The bytes of a step, beside those of `Mirrored` on the same devices."""
+        ours = traffic(program)
+        step = step_over_mesh(model, jax.jit(model.train_step), self)
+        state = training_state(model, batch)
+        theirs = traffic(step.lower(state, batch).compile().as_text())
+        mean, mirrored = ours.per_run(self.sync_every), theirs.per_run(1)
+        return (
+            f"each step sends {format_bytes(ours.always)}, each {self.sync_every}th "
+            f"{format_bytes(ours.sometimes)} more: {format_bytes(round(mean))} a step, "
+            f"{mean / mirrored:.1%} of the {format_bytes(round(mirrored))} of Mirrored",
         )
 
 

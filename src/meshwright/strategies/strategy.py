@@ -34,6 +34,7 @@ from meshwright.strategies.dataset import DistributedDataset
 from meshwright.strategies.explanation import Explanation, explain
 from meshwright.strategies.replica_context import refuse_inside_replica, replica_id
 from meshwright.train.pace import Pace
+from meshwright.train.stage_cut import StageCut
 
 import jax
 from jax.sharding import Mesh
@@ -65,6 +66,10 @@ class Strategy:
     """
 
     check_nan: bool = True
+    is_a_plan: bool = True
+    """Whether its steps are those of its plan, and nothing besides."""
+    equals_one_device: bool = True
+    """Whether it leads to the weights of one device."""
     prefetch: int = 2
     resident: bool | None = None
 
@@ -93,13 +98,28 @@ class Strategy:
     def prepare(self, model: Any, arguments: Mapping[str, Any]) -> None:
         """Called before each run of a model, with the arguments of the run."""
 
-    def make_step(self, model: Any, step: Any) -> Any:
+    def make_step(self, model: Any, step: Any, cut: StageCut | None = None) -> Any:
         """What runs a step of Keras' (train, test or predict) of a model.
 
         That of the plan; strategies that are more than a plan have steps of their own.
+
+        Arguments:
+            model: The model.
+            step: The step.
+            cut: Where the model is cut into pieces; as it was attached if left out.
         """
         place(model, self)
-        return step_over_mesh(model, step, self)
+        return step_over_mesh(model, step, self, cut)
+
+    def what_travels(self, model: Any, program: str, batch: Any) -> tuple[str, ...]:
+        """What `explain` says besides of what travels in a step; nothing for a plan.
+
+        Arguments:
+            model: The model.
+            program: The text of its compiled training step.
+            batch: A batch.
+        """
+        return ()
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -259,9 +259,9 @@ class LocalPrograms:
         if self._sums_metrics:
             return {}
         return {
-            name: share * value.astype(jnp.float32)
+            name: share * jnp.asarray(value, jnp.float32)
             if share
-            else jnp.zeros(value.shape, jnp.float32)
+            else jnp.zeros(jnp.shape(value), jnp.float32)
             for name, value in logs.items()
         }
 

@@ -15,13 +15,13 @@ from meshwright.devices.step import (
     StepCheck,
     StepState,
     batch_size,
-    give_values,
     variables_of,
 )
 from meshwright.errors import StrategyError
 from meshwright.parallel.batch import PlacedBatch, PlacedStack
 from meshwright.parallel.local_sgd import Round
 from meshwright.parallel.mesh import placed_shape, replicated
+from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.turns import run_in_turn
 from meshwright.train.ahead import Ahead, finish_all
@@ -31,6 +31,8 @@ from meshwright.train.local_programs import (
     merge_program,
     spread_program,
 )
+from meshwright.train.mesh_programs import Shardings
+from meshwright.train.mesh_step import MeshStep
 from meshwright.train.stretches import put_whole
 from meshwright.train.traced_step import TracedStep
 
@@ -199,6 +201,18 @@ class LocalStep:
         )
         self._shown = [[ref(value) for value in group] for group in merged]
         return [*merged, metrics]
+
+    def follow(self, before: Any, after: Any) -> None:
+        """Knows what was shown again, in the arrays that took its place.
+
+        Arguments:
+            before: Lists of a state, the weights and the other variables first.
+            after: What a step that does not train has made of them.
+        """
+        for shown, olds, news in zip(self._shown[:2], before, after, strict=False):
+            for i, (old, new) in enumerate(zip(olds, news, strict=True)):
+                if shown[i]() is old:
+                    shown[i] = ref(new)
 
     def end_round(self) -> None:
         """Ends a round early: what was shown last is what all workers begin with."""
@@ -373,6 +387,30 @@ class LocalStep:
             [placed_shape(leaf, whole) for leaf in anchor],
             [placed_shape(leaf, whole) for leaf in self._outer_slots],
         )
+
+
+class LookingStep(MeshStep):
+    """A step of `evaluate` or `predict`, on what the workers would agree on now.
+
+    It leaves the workers as they are, whatever it does to other variables.
+    """
+
+    def __init__(self, model: Any, step: Any, plan: Plan, mesh: Mesh) -> None:
+        super().__init__(model, step, plan, mesh)
+        self._model = model
+        self._given: Any = None
+
+    def _lay_out(self, state: Any) -> tuple[Any, Shardings]:
+        self._given = state
+        return super()._lay_out(state)
+
+    def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
+        outputs, after = super()._dispatch(program, cut, state, *rest)
+        training = getattr(self._model.train_function, "guarded", None)
+        if isinstance(training, LocalStep):
+            training.follow(self._given, after)
+        self._given = None
+        return outputs, after
 
 
 def _built_for(model: Any, outer: Any) -> Any:
