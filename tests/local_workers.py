@@ -1,4 +1,4 @@
-"""Local SGD by hand: stock Keras models, one for each worker, and NumPy between them."""
+"""Local SGD by hand: a stock Keras model for each worker, NumPy between them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,8 @@ from meshwright.errors import (
     StrategyError,
     UnknownDeviceError,
 )
-from meshwright.parallel.local_sgd import Shares
 from meshwright.parallel.collectives import traffic
+from meshwright.parallel.local_sgd import Shares
 from meshwright.train.local_step import LocalStep
 from meshwright.train.mesh_step import training_state
 
@@ -59,7 +59,7 @@ def test_a_round_is_a_number_of_steps(sync_every: Any) -> None:
     assert beats(caught) == [
         f"LocalSGD received sync_every={sync_every!r}.",
         "It is a number of steps: a whole number from 1.",
-        "Use, for example, sync_every=8; sync_every=1 averages after each step.",
+        "Use, for example, sync_every=8; 1 averages after each step.",
     ]
 
 
@@ -80,8 +80,8 @@ def test_the_outer_optimizer_is_one_of_keras(outer: Any) -> None:
     received, rule, change = beats(caught)
     assert received == f"LocalSGD received outer={outer!r} (a {type(outer).__name__})."
     assert rule == (
-        "It takes None or 'average', or a Keras optimizer, which moves what the workers "
-        "agree on."
+        "It takes None or 'average', or a Keras optimizer, which moves what the "
+        "workers agree on."
     )
     assert change.startswith("Use, for example, outer=keras.optimizers.SGD(0.7, ")
 
@@ -205,7 +205,7 @@ def test_shares_differ_by_at_most_one(
     shares = Shares(size, num_workers)
     assert shares.sizes == sizes
     rows = [row[:n].tolist() for row, n in zip(shares.rows, sizes, strict=True)]
-    assert sum(rows, []) == list(range(size))
+    assert [row for mine in rows for row in mine] == list(range(size))
     assert shares.rows.min() >= 0
     assert shares.rows.max() < size
 
@@ -375,12 +375,10 @@ def test_what_travels_is_a_part_of_what_mirrored_sends(sync_every: int) -> None:
 
 def test_a_run_that_skips_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Skipping:
-        class orders:  # noqa: N801
+        class orders:
             on_nan = "skip"
 
-    monkeypatch.setattr(
-        "meshwright.strategies.local_sgd.current_run", lambda: Skipping
-    )
+    monkeypatch.setattr("meshwright.strategies.local_sgd.current_run", lambda: Skipping)
     with pytest.raises(StrategyError) as caught:
         local().make_step(net(), named("train_step"))
     assert beats(caught) == [

@@ -80,13 +80,13 @@ def shown(model: Any, state: Any) -> Any:
 
     Most steps put out just these; some keep more, and show a model if it is wanted.
     """
-    step = getattr(getattr(model, "train_function", None), "guarded", None)
+    step: Any = getattr(getattr(model, "train_function", None), "guarded", None)
     return step.show(state) if hasattr(step, "show") else state
 
 
 def end_training(model: Any) -> None:
     """Called at the end of each `fit`, when the variables have their values again."""
-    step = getattr(model.train_function, "guarded", None)
+    step: Any = getattr(model.train_function, "guarded", None)
     if hasattr(step, "end_round"):
         step.end_round()
 

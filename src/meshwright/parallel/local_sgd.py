@@ -118,9 +118,7 @@ class Workers:
         means = jax.lax.psum([_weighted(value, share) for value in own], self.axes)
         rounded = [m.astype(v.dtype) for m, v in zip(means, own, strict=True)]
         agreed, rest = rounded[: len(weights)], iter(rounded[len(weights) :])
-        others = [
-            next(rest) if f else v for v, f in zip(others, floats, strict=True)
-        ]
+        others = [next(rest) if f else v for v, f in zip(others, floats, strict=True)]
         outer_slots = round.slots
         if self._outer is not None:
             ways = [a - w for a, w in zip(round.anchor, agreed, strict=True)]

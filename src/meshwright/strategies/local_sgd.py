@@ -1,4 +1,4 @@
-"""`mw.LocalSGD`: every device trains a model of its own, and they agree now and then."""
+"""`mw.LocalSGD`: each device trains a model of its own, and they agree now and then."""
 
 from typing import Any, Unpack
 
@@ -21,7 +21,7 @@ import jax
 
 
 class LocalSGD(Strategy):
-    """Each device trains on its share of every batch; weights are averaged now and then.
+    """Each device trains on its share of batches; weights are averaged now and then.
 
     With an outer optimizer this is DiLoCo: the difference between the weights before
     and after a round, averaged over the workers, is the gradient of its step.
@@ -52,7 +52,7 @@ class LocalSGD(Strategy):
             raise PlanError(
                 f"LocalSGD received sync_every={sync_every!r}.",
                 "It is a number of steps: a whole number from 1.",
-                "Use, for example, sync_every=8; sync_every=1 averages after each step.",
+                "Use, for example, sync_every=8; 1 averages after each step.",
             )
         chosen = choose_devices(devices)
         if len(chosen) < 2:
@@ -89,7 +89,7 @@ class LocalSGD(Strategy):
     def what_travels(self, model: Any, program: str, batch: Any) -> tuple[str, ...]:
         """The bytes of a step, beside those of `Mirrored` on the same devices."""
         ours = traffic(program)
-        step = step_over_mesh(model, jax.jit(model.train_step), self)
+        step: Any = step_over_mesh(model, jax.jit(model.train_step), self)
         state = training_state(model, batch)
         theirs = traffic(step.lower(state, batch).compile().as_text())
         mean, mirrored = ours.per_run(self.sync_every), theirs.per_run(1)
@@ -110,8 +110,8 @@ def _checked(outer: Any) -> Any:
         return outer
     raise PlanError(
         f"LocalSGD received outer={outer!r} (a {type(outer).__name__}).",
-        "It takes None or 'average', or a Keras optimizer, which moves what the workers "
-        "agree on.",
+        "It takes None or 'average', or a Keras optimizer, which moves what the "
+        "workers agree on.",
         "Use, for example, outer=keras.optimizers.SGD(0.7, momentum=0.9, "
         "nesterov=True).",
     )
