@@ -148,7 +148,7 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    for variable, where in place_variables(model, layouts, strategy.mesh):
+    for variable, where in place_variables(model, layouts, strategy.home):
         _move(variable, where)
     return layouts
 
@@ -163,5 +163,7 @@ def _move(variable: Any, target: NamedSharding) -> None:
 
         # Every process made its own; the first one's counts.
         value = multihost_utils.broadcast_one_to_all(np.asarray(value))
-        value = jax.make_array_from_callback(value.shape, target, value.__getitem__)
+        # Devices of some processes may have no part of it, so they are told its type.
+        given, dtype = value.__getitem__, value.dtype
+        value = jax.make_array_from_callback(value.shape, target, given, dtype=dtype)
     variable._direct_assign(value)

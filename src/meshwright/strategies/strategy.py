@@ -129,6 +129,11 @@ class Strategy:
             let_gloo_give_way()
         return mesh
 
+    @property
+    def home(self) -> Mesh:
+        """Where variables live, as a mesh; that of the plan."""
+        return self.mesh
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.plan.describe()})"
 
@@ -331,7 +336,7 @@ class Strategy:
         spec: tuple[str | None, ...] = (None,) * len(shape)
         if self.plan.fsdp > 1 and is_arithmetic(variable):
             spec, _ = add_fsdp(shape, spec, self.plan.fsdp)
-        return sharding(self.mesh, spec)
+        return sharding(self.home, spec)
 
 
 def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
