@@ -43,6 +43,7 @@ ROWS: dict[str, tuple[str, Callable[[], Any]]] = {
     "mirrored-cnn": ("cnn", lambda: mw.Mirrored()),
     "mirrored-dropout": ("dropout", lambda: mw.Mirrored()),
     "one-device-each-lstm": ("lstm", lambda: mw.Mirrored(["CPU:0"])),
+    "central-cnn": ("cnn", lambda: mw.CentralStorage()),
     "fsdp-4-cnn": ("cnn", lambda: mw.FSDP()),
     "fsdp-2-transformer": ("transformer", lambda: mw.FSDP(2)),
     "tensor-4-mlp": ("mlp", lambda: mw.TensorParallel(4)),

@@ -49,17 +49,23 @@ def bring_home(values: Sequence[Any], home: Mesh) -> list[Any]:
     """Values that are whole on every device of a mesh, at home."""
     place = replicated(home)
     if process_count() == 1:
-        return list(jax.device_put(list(values), place))
+        return list(jax.device_put(list(values), place))  # all at once
     return [_brought(value, home, place) for value in values]
 
 
 def at_home(values: Sequence[Any], home: Mesh) -> list[Any]:
     """Values that should be at home, brought there if they are not."""
     place = replicated(home)
-    return [v if v.sharding == place else _brought(v, home, place) for v in values]
+    return [v if _lies(v, place) else _brought(v, home, place) for v in values]
+
+
+def _lies(value: Any, place: NamedSharding) -> bool:
+    return isinstance(value, jax.Array) and value.sharding == place
 
 
 def _brought(value: Any, home: Mesh, place: NamedSharding) -> jax.Array:
+    if process_count() == 1:
+        return jax.device_put(value, place)
     shards = []
     if has_part(home):
         shards = [jax.device_put(_shard_of(value), home.devices.flat[0])]
@@ -69,7 +75,8 @@ def _brought(value: Any, home: Mesh, place: NamedSharding) -> jax.Array:
 
 
 def _shard_of(value: Any) -> Any:
-    return value.addressable_shards[0].data
+    is_array = isinstance(value, jax.Array)
+    return value.addressable_shards[0].data if is_array else value
 
 
 def _row(value: Any, own: Any, mesh: Mesh) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.course import Course
 from meshwright.data.intake import Intake
 from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.runtime import belongs_to_some, to_host
 from meshwright.devices.scope import homes_of
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.errors import StrategyError
@@ -148,7 +149,8 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    for variable, where in place_variables(model, layouts, strategy.home):
+    meshes = strategy.mesh, strategy.home
+    for variable, where in place_variables(model, layouts, *meshes):
         _move(variable, where)
     return layouts
 
@@ -158,11 +160,13 @@ def _move(variable: Any, target: NamedSharding) -> None:
     value = variable._value
     if value is None:
         return
-    if not target.is_fully_addressable and value.is_fully_addressable:
+    is_partly_here = belongs_to_some(target) and value.sharding != target
+    is_own = not target.is_fully_addressable and value.is_fully_addressable
+    if is_partly_here or is_own:
         from jax.experimental import multihost_utils
 
         # Every process made its own; the first one's counts.
-        value = multihost_utils.broadcast_one_to_all(np.asarray(value))
+        value = np.asarray(multihost_utils.broadcast_one_to_all(to_host(value)))
         # Devices of some processes may have no part of it, so they are told its type.
         given, dtype = value.__getitem__, value.dtype
         value = jax.make_array_from_callback(value.shape, target, given, dtype=dtype)

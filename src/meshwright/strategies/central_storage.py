@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 from meshwright.devices.device import Device
 from meshwright.devices.runtime import usable_devices
+from meshwright.devices.sizes import format_bytes
 from meshwright.errors import PlanError, StrategyError
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.plan import Levers, Plan
@@ -52,10 +53,25 @@ class CentralStorage(Strategy):
         plan = self.plan.describe()
         return f"CentralStorage({plan}, variables on {self.variables_device})"
 
+    @property
+    def keeps_variables_on(self) -> str:
+        """The device that keeps all variables."""
+        return self.variables_device
+
     @cached_property
     def home(self) -> Mesh:
         """The device that the variables live on, as a mesh."""
         return make_mesh(Plan(), (self.variables_device,))
+
+    def what_travels(self, model: Any, program: str, batch: Any) -> tuple[str, ...]:
+        """The copies of a step, which are no part of its program."""
+        there = [*model.trainable_variables, *model.non_trainable_variables]
+        size = format_bytes(sum(variable.value.nbytes for variable in there))
+        return (
+            f"each step copies {size} of variables from {self.variables_device} to "
+            f"{len(self.devices)} devices, and as much of gradients and other "
+            "variables back",
+        )
 
     def make_step(self, model: Any, step: Any, cut: StageCut | None = None) -> Any:
         """Steps that take copies of the variables to all devices."""

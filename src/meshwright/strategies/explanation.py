@@ -35,6 +35,8 @@ class Explanation:
     """The layers by what they compute in."""
     has_stages: bool = False
     """Whether the model is cut into stages."""
+    kept_on: str | None = None
+    """The device that keeps all variables, if one does."""
     notes: tuple[str, ...] = ()
     """What else the plan does to a training step, and why."""
 
@@ -57,10 +59,11 @@ class Explanation:
             ]
         kept = sum(4 * prod(v.shape) for v in self.whole)
         travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
-        where = "device of their stage" if self.has_stages else "device"
+        where = "every device of their stage" if self.has_stages else "every device"
+        where = self.kept_on or where
         ways = "sends values from stage to stage" if self.has_stages else ""
         lines.append(
-            f"{len(self.whole)} of {len(self.layouts)} variables are whole on every "
+            f"{len(self.whole)} of {len(self.layouts)} variables are whole on "
             f"{where} (about {format_bytes(kept)}); a training step "
             f"{ways or 'has ' + (travels or 'no collectives')}"
         )
@@ -86,6 +89,9 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
             step, model, state, batch, strategy
         )
         layouts = _with_stages(layouts, step, model)
+        if strategy.keeps_variables_on is not None:
+            because = f"kept on {strategy.keeps_variables_on}"
+            layouts = {p: replace(v, because=because) for p, v in layouts.items()}
         precisions = layers_by_precision(model)
         notes = _notes(strategy.plan, model, state, batch)
     return Explanation(
@@ -94,6 +100,7 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
         collectives=collectives,
         precisions=precisions,
         has_stages=bool(stages),
+        kept_on=strategy.keeps_variables_on,
         notes=(*stages, *notes, *travels),
     )
 

@@ -14,13 +14,17 @@ from meshwright.data.loader import Batches
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.names import parse_device_name
-from meshwright.devices.runtime import jax_devices_of_all, usable_devices
+from meshwright.devices.runtime import (
+    belongs_to_some,
+    jax_devices_of_all,
+    usable_devices,
+)
 from meshwright.devices.strategy_hooks import ScopeHooks, in_scope
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
 from meshwright.models.precision import making_layers_in
 from meshwright.parallel.batch import batch_axes
 from meshwright.parallel.layout import add_fsdp, is_arithmetic
-from meshwright.parallel.mesh import make_mesh, sharding
+from meshwright.parallel.mesh import make_mesh, replicated, sharding
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.reduction import gather_values, reduce_values
 from meshwright.strategies.attach import attach, attached, place, step_over_mesh
@@ -128,6 +132,11 @@ class Strategy:
         if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
             let_gloo_give_way()
         return mesh
+
+    @property
+    def keeps_variables_on(self) -> str | None:
+        """The one device that keeps all variables, if there is one."""
+        return None
 
     @property
     def home(self) -> Mesh:
@@ -330,8 +339,8 @@ class Strategy:
             attach(made, self)
 
     def _first_layout(self, variable: Any) -> Any:
-        if self.plan.stages > 1:
-            return None  # the first step lays it out, when the model is cut
+        if self.plan.stages > 1 or belongs_to_some(replicated(self.home)):
+            return None  # the first step lays it out, in all processes at once
         shape = tuple(variable.shape)
         spec: tuple[str | None, ...] = (None,) * len(shape)
         if self.plan.fsdp > 1 and is_arithmetic(variable):

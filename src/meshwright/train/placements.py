@@ -14,22 +14,28 @@ from jax.sharding import Mesh, NamedSharding
 
 
 def place_variables(
-    model: Any, layouts: Mapping[str, VariableLayout], mesh: Mesh
+    model: Any,
+    layouts: Mapping[str, VariableLayout],
+    mesh: Mesh,
+    home: Mesh | None = None,
 ) -> Iterator[tuple[Any, NamedSharding]]:
     """The variables of a model, its metrics and its optimizer, each with its place.
 
     Arguments:
         model: The model.
         layouts: Those of its own variables, by path.
-        mesh: The devices.
+        mesh: The devices that compute.
+        home: Those that variables live on, if it is others; metrics stay where steps
+            compute them.
     """
-    whole = replicated(mesh)
+    home = home or mesh
+    whole = replicated(home)
     places = {}
     for path, variable in unique_variables(model).items():
-        places[id(variable)] = where = sharding(mesh, layouts[path].spec)
+        places[id(variable)] = where = sharding(home, layouts[path].spec)
         yield variable, where
     for variable in model.metrics_variables:
-        yield variable, whole
+        yield variable, replicated(mesh)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         for slot in optimizer.variables:
