@@ -32,7 +32,12 @@ Y = np.random.default_rng(1).normal(size=(11, 4)).astype("float32")
 def net(optimizer: Any = "adam", **compiled: Any) -> keras.Model:
     keras.utils.set_random_seed(2)
     # No bias in front of BatchNorm: its gradient is nothing but rounding.
-    layers = [L.Dense(16, use_bias=False), L.BatchNormalization(), L.Dropout(0.2), L.Dense(4)]
+    layers = [
+        L.Dense(16, use_bias=False),
+        L.BatchNormalization(),
+        L.Dropout(0.2),
+        L.Dense(4),
+    ]
     model = keras.Sequential([keras.Input((8,)), *layers], name="net")
     model.compile(optimizer, "mse", **compiled)
     return model

@@ -4,7 +4,11 @@ That its weights are right is in tests/test_equivalence.py, across processes in
 tests/cluster/test_two_processes.py, and after interruptions in tests/train.
 """
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import meshwright as mw
@@ -371,6 +375,21 @@ def test_what_travels_is_a_part_of_what_mirrored_sends(sync_every: int) -> None:
     told = str(strategy.explain(model, *batch)).splitlines()[-1]
     assert f", each {sync_every}th " in told
     assert told.endswith(" of Mirrored")
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_two_processes_really_send_a_part_of_what_mirrored_sends() -> None:
+    """As the loopback device of a network namespace counts it."""
+    namespace = ["unshare", "-rn", "true"]
+    if shutil.which("unshare") is None or subprocess.run(namespace).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    script = Path(__file__).parents[2] / "benchmarks/local_sgd.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| LocalSGD(16) |" in done.stdout
 
 
 def test_a_run_that_skips_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

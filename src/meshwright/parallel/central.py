@@ -32,17 +32,17 @@ def spread(values: Sequence[Any], home: Mesh, mesh: Mesh) -> list[Any]:
         # keep to `may_alias=False` here), and programs use up what they are given.
         return list(jax.device_put(_copied(list(values)), replicated(mesh)))
     first = mesh.local_devices[0]
-    own = [jax.device_put(_shard_of(v), first) for v in values] if has_part(home) else None
-    rows = [
-        _row(value, own[i] if own is not None else None, mesh)
-        for i, value in enumerate(values)
-    ]
+    is_here = has_part(home)
+    own = [jax.device_put(_shard_of(v), first) if is_here else None for v in values]
+    rows = [_row(value, mine, mesh) for value, mine in zip(values, own, strict=True)]
     return list(run_in_turn(mesh, _sums(mesh), rows))
 
 
-@jax.jit
-def _copied(values: list[Any]) -> list[Any]:
+def _copies(values: list[Any]) -> list[Any]:
     return [jnp.copy(value) for value in values]
+
+
+_copied = jax.jit(_copies)
 
 
 def bring_home(values: Sequence[Any], home: Mesh) -> list[Any]:

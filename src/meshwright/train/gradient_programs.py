@@ -1,5 +1,6 @@
 """The programs of a Keras training step that ends with its gradients."""
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from meshwright.train.mesh_programs import TRAIN_STATES, MeshPrograms, Shardings
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
 
 SLOTS = 2
 """The number of the list in a training step's state that is the optimizer's."""
@@ -67,11 +67,8 @@ class GradientPrograms(MeshPrograms):
     def _gradients(self, cut: Microbatches, state: Any, batch: Any) -> Any:
         with _stopping_at_update(self._model.optimizer) as updates:
             logs, (gradients, others, slots, metrics) = self._run_any(cut, state, batch)
-        is_last = len(updates) == 1 and all(
-            value is seen
-            for value, seen in zip(
-                (*gradients, *slots), (*updates[0].gradients, *updates[0].slots)
-            )
+        is_last = len(updates) == 1 and _are(
+            [*gradients, *slots], [*updates[0].gradients, *updates[0].slots]
         )
         if not is_last:
             raise StrategyError(
@@ -84,9 +81,9 @@ class GradientPrograms(MeshPrograms):
         return logs, (gradients, others, metrics)
 
     def _refuse_use_of(self, jaxpr: Any, number: int) -> None:
-        read = {
-            id(v) for operation in jaxpr.eqns for v in operation.invars
-        } | {id(v) for v in jaxpr.outvars}
+        read = {id(v) for operation in jaxpr.eqns for v in operation.invars} | {
+            id(v) for v in jaxpr.outvars
+        }
         slots = [slot for slot in self._model.optimizer.variables if slot.shape]
         used = zip(slots, jaxpr.invars[:number], strict=True)
         names = [slot.path for slot, v in used if id(v) in read]
@@ -98,6 +95,10 @@ class GradientPrograms(MeshPrograms):
                 "its numbers only.",
                 "Leave it to the optimizer, or use mw.Mirrored().",
             )
+
+
+def _are(values: list[Any], others: list[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
 
 
 class _Update(NamedTuple):
