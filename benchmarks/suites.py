@@ -190,6 +190,24 @@ def pipeline(is_short: bool) -> list[Comparison]:
     return found
 
 
+def local_sgd(is_short: bool) -> list[Comparison]:
+    """Other ways to share gradients, on two processes with a core each: 6 minutes.
+
+    What local SGD really sends is measured by `benchmarks/local_sgd.py`.
+    """
+    sizes = [*sized("matmul", is_short), "--epochs", "3", "--pinned"]
+    contenders = [
+        fit(name, strategy, "--processes", "2", *sizes)
+        for name, strategy in (
+            ("Mirrored", "mirrored"),
+            ("LocalSGD(8)", "local"),
+            ("CentralStorage", "central"),
+        )
+    ]
+    bar = Bar(ours="LocalSGD(8)", theirs="Mirrored", speedup=1.0)
+    return [Comparison(name="matmul-bound MLP", contenders=contenders, bars=[bar])]
+
+
 def checkpoints(is_short: bool) -> list[Comparison]:
     """What a save per 20 steps costs: 8 minutes.
 
@@ -256,6 +274,7 @@ SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
     "packed": packed,
     "pipeline": pipeline,
     "scaling": scaling,
+    "local_sgd": local_sgd,
 }
 
 

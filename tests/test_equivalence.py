@@ -19,6 +19,8 @@ import keras
 import numpy as np
 import pytest
 
+from local_workers import Nesterov, agreed, train_by_hand
+
 CPUS = [f"CPU:{i}" for i in range(8)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning")
@@ -40,9 +42,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "tensor-8": lambda: mw.TensorParallel(8),
     "tensor-4-on-8": lambda: mw.TensorParallel(4),
     "hybrid-2-2-2": lambda: mw.Hybrid(data=2, fsdp=2, tensor=2),
+    "central-3": lambda: mw.CentralStorage("CPU:5", CPUS[:3]),
     "auto": lambda: mw.Auto(),
 }
-EVERYWHERE = ("mirrored-3", "fsdp-4", "tensor-2")
+EVERYWHERE = ("mirrored-3", "fsdp-4", "tensor-2", "central-3")
 IN_SHORT = ("mirrored-3", "fsdp-4")
 """Those that all models meet in `make test`; the rest is in `make soak`."""
 
@@ -422,6 +425,8 @@ MODELS = {
     "own-step": Case(OwnStep, table),
 }
 CORE = ("mlp", "cnn", "dropout")
+OF_OPTIMIZERS = ("clipped", "averaged", "scaled", "own-step")
+"""Models that ask more of an update than a gradient for each weight."""
 LOOPED = (*CORE, "lstm")
 """Models that train in loops of steps in `make test`; all do in `make soak`."""
 
@@ -471,7 +476,11 @@ def assert_equal_weights(ours: keras.Model, theirs: keras.Model, rtol: float) ->
         pytest.param(
             strategy,
             name,
-            marks=() if name in CORE or strategy in IN_SHORT else pytest.mark.soak,
+            marks=()
+            if name in CORE
+            or strategy in IN_SHORT
+            or (strategy == "central-3" and name in OF_OPTIMIZERS)
+            else pytest.mark.soak,
         )
         for strategy in STRATEGIES
         for name in MODELS
@@ -678,6 +687,84 @@ def test_schedules_advance_once_per_step_whatever_the_device_count() -> None:
     train(model, "mlp")
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations) == 4
     assert_equal_weights(model, reference, 2e-5)
+
+
+LOCAL_MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "mlp": ("mlp", momentum),
+    "cnn": ("cnn", momentum),
+    "dropout": ("dropout", momentum),
+    "lstm": ("lstm", momentum),
+    "adam": ("mlp", lambda: keras.optimizers.Adam(0.01)),
+}
+"""Optimizers keep a state of their own on each worker; BatchNorm sees its share."""
+
+
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        *(("mlp", "average"), ("cnn", "diloco")),
+        *(("dropout", "average"), ("adam", "diloco")),
+        *(
+            pytest.param(name, outer, marks=pytest.mark.soak)
+            for name, outer in [
+                *(("lstm", "average"), ("lstm", "diloco"), ("cnn", "average")),
+                *(("adam", "average"), ("mlp", "diloco"), ("dropout", "diloco")),
+            ]
+        ),
+    ],
+)
+def test_local_sgd_equals_workers_by_hand(name: str, outer: str) -> None:
+    """Two epochs of 24 + 10 samples: 8, 8, 8 and then 4, 3, 3 on three workers."""
+    model_name, make_optimizer = LOCAL_MODELS[name]
+    x, y = MODELS[model_name].data(34)
+    by_outer: dict[str, Any] = {
+        "average": (None, None),
+        "diloco": (
+            keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True),
+            Nesterov(0.7, 0.9),
+        ),
+    }
+    optimizer, by_hand = by_outer[outer]
+    expected = train_by_hand(
+        lambda: build(model_name, make_optimizer()),
+        *(x, y),
+        num_workers=3,
+        sync_every=3,
+        batch_size=24,
+        epochs=2,
+        outer=by_hand,
+    )
+    strategy = mw.LocalSGD(3, optimizer, devices=CPUS[:3])
+    model = mw.distribute(build(model_name, make_optimizer()), strategy)
+    model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
+    for variable, value in zip(agreed(model), expected, strict=True):
+        # Adam divides gradients near zero by their size, which makes rounding large.
+        tolerance = 2e-4 if name == "adam" else 2e-5
+        np.testing.assert_allclose(
+            np.asarray(variable), value, atol=tolerance, err_msg=variable.path
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "rest", "is_resident"),
+    [(34, 4, 0.0, True), (25, 4, 0.0, False), (24, 6, 0.9, True)],
+    ids=["arrays", "streams", "momentum"],
+)
+def test_local_sgd_that_agrees_after_every_step_equals_one_device(
+    size: int, batch_size: int, rest: float, is_resident: bool
+) -> None:
+    """SGD is linear, with equal shares its momentum too: steps can be averaged."""
+    options = {"size": size, "batch_size": batch_size, "epochs": 2}
+    reference = build("mlp", keras.optimizers.SGD(0.05, momentum=rest))
+    expected = train(reference, "mlp", **options)
+    strategy = mw.LocalSGD(1, devices=CPUS[:3])
+    strategy.resident = is_resident
+    optimizer = keras.optimizers.SGD(0.05, momentum=rest)
+    model = mw.distribute(build("mlp", optimizer), strategy)
+    history = train(model, "mlp", **options)
+    assert_equal_weights(model, reference, 1e-5)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-4, err_msg=key)
 
 
 LEVERS: dict[str, Callable[..., Any]] = {

@@ -34,6 +34,24 @@ def meshwright_mirrored(devices: int, levers: dict[str, Any]) -> Scope:
     return mw.Mirrored(**levers).scope()
 
 
+def meshwright_local(devices: int, levers: dict[str, Any]) -> Scope:
+    """Workers that agree in every eighth step."""
+    import meshwright as mw
+
+    if devices > 1:
+        mw.configure(virtual=devices)
+    return mw.LocalSGD(8, **levers).scope()
+
+
+def meshwright_central(devices: int, levers: dict[str, Any]) -> Scope:
+    """Variables on the first device, gradients from all."""
+    import meshwright as mw
+
+    if devices > 1:
+        mw.configure(virtual=devices)
+    return mw.CentralStorage(**levers).scope()
+
+
 def meshwright_pipeline(devices: int, levers: dict[str, Any]) -> Scope:
     """Two stages, one in each process."""
     import meshwright as mw
@@ -82,6 +100,8 @@ STRATEGIES: dict[str, Callable[[int, dict[str, Any]], Scope]] = {
     "stock": lambda devices, levers: nullcontext(),
     "single": meshwright_single,
     "mirrored": meshwright_mirrored,
+    "local": meshwright_local,
+    "central": meshwright_central,
     "pipeline": meshwright_pipeline,
     "placed": meshwright_placed,
     "limited": meshwright_limited,

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from meshwright.planner.report import PlanReport
     from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
+    from meshwright.strategies.central_storage import CentralStorage
     from meshwright.strategies.distribute import distribute
+    from meshwright.strategies.local_sgd import LocalSGD
     from meshwright.strategies.names import (
         FSDP,
         Hybrid,
@@ -51,9 +53,11 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "FSDP",
     "Auto",
+    "CentralStorage",
     "Device",
     "Hybrid",
     "Layerwise",
+    "LocalSGD",
     "Mirrored",
     "Monitor",
     "Pipeline",
@@ -83,9 +87,11 @@ __all__ = [
 _HOMES = {
     "FSDP": "strategies.names",
     "Auto": "strategies.automatic",
+    "CentralStorage": "strategies.central_storage",
     "Device": "devices.device",
     "Hybrid": "strategies.names",
     "Layerwise": "strategies.names",
+    "LocalSGD": "strategies.local_sgd",
     "Mirrored": "strategies.names",
     "Pipeline": "strategies.names",
     "Plan": "parallel.plan",

@@ -29,6 +29,7 @@ TESTS = Path(__file__).parents[1]
 @cache
 def battery() -> Any:
     """The models of tests/test_equivalence.py."""
+    sys.path.append(str(TESTS))
     path = TESTS / "test_equivalence.py"
     spec = importlib.util.spec_from_file_location("battery", path)
     assert spec is not None
@@ -42,6 +43,7 @@ ROWS: dict[str, tuple[str, Callable[[], Any]]] = {
     "mirrored-cnn": ("cnn", lambda: mw.Mirrored()),
     "mirrored-dropout": ("dropout", lambda: mw.Mirrored()),
     "one-device-each-lstm": ("lstm", lambda: mw.Mirrored(["CPU:0"])),
+    "central-cnn": ("cnn", lambda: mw.CentralStorage()),
     "fsdp-4-cnn": ("cnn", lambda: mw.FSDP()),
     "fsdp-2-transformer": ("transformer", lambda: mw.FSDP(2)),
     "tensor-4-mlp": ("mlp", lambda: mw.TensorParallel(4)),
@@ -69,6 +71,23 @@ def row_equals_one_device(name: str) -> None:
             ours.numpy(), theirs.numpy(), atol=2e-5, err_msg=ours.path
         )
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-4)
+
+
+def local_sgd_equals_workers_by_hand() -> None:
+    models = battery()
+    x, y = models.table(34)
+    options = {"batch_size": 24, "epochs": 2}
+    expected = models.train_by_hand(
+        *(lambda: models.build("mlp"), x, y),
+        **{"num_workers": 4, "sync_every": 3, "outer": models.Nesterov(0.7, 0.9)},
+        **options,
+    )
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    model = mw.distribute(models.build("mlp"), mw.LocalSGD(3, outer))
+    history = model.fit(x, y, shuffle=False, verbose=0, **options).history
+    for variable, value in zip(models.agreed(model), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(variable), value, atol=2e-5)
+    assert same_everywhere([np.array(history["loss"]), *model.get_weights()])
 
 
 def model_without_a_seed() -> keras.Model:
@@ -310,6 +329,7 @@ CASES: list[Callable[[], None]] = [
     arrays_of_different_contents_are_refused,
     streams_and_early_stops_train_alike,
     custom_loops_see_all_processes,
+    local_sgd_equals_workers_by_hand,
     who_says_nothing_is_named,
 ]
 

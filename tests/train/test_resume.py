@@ -94,6 +94,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "accumulate": lambda: mw.Mirrored(["CPU:0", "CPU:1"], accumulate=2),
     "tensor": lambda: mw.TensorParallel(2, devices=["CPU:0", "CPU:1"]),
     "pipeline": lambda: mw.Pipeline(2, 2, devices=["CPU:0", "CPU:1"]),
+    "central": lambda: mw.CentralStorage("CPU:2", ["CPU:0", "CPU:1"]),
+    "local-sgd": lambda: mw.LocalSGD(
+        4, keras.optimizers.SGD(0.7, momentum=0.9), devices=["CPU:0", "CPU:1"]
+    ),
     "float16": lambda: mw.Mirrored(["CPU:0", "CPU:1"], precision="float16"),
     "offload": lambda: mw.FSDP(2, devices=["CPU:0", "CPU:1"], offload=True),
 }

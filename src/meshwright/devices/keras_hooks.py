@@ -48,8 +48,10 @@ from meshwright.devices.scope import (
 )
 from meshwright.devices.step import (
     GuardedStep,
+    end_training,
     give_values,
     refusal_of_batches_over_limit,
+    shown,
 )
 from meshwright.devices.strategy_hooks import (
     INTAKE_MAKER,
@@ -297,7 +299,8 @@ def _take_state_back(original: Any, self: Any) -> None:
     if not _runs_elsewhere(self) or not state or self._jax_state_synced:
         original(self)
         return
-    give_values(self, tuple(values for values in state.values() if values is not None))
+    values = tuple(values for values in state.values() if values is not None)
+    give_values(self, shown(self, values))
 
 
 def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -312,6 +315,8 @@ def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         intake.take(bound.arguments)
         intake.course.begin(bound.arguments)
         result = original(*bound.args, **bound.kwargs)
+        if original.__name__ == "fit":
+            end_training(self)
         intake.course.end()
         return result
 

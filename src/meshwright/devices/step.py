@@ -61,7 +61,7 @@ class StepState:
             raise  # the data is at its end, and Keras knows what to do
         except Exception:
             if not any(value.is_deleted() for value in jax.tree.leaves(self._state)):
-                give_values(self._model, self._state)
+                give_values(self._model, shown(self._model, self._state))
             raise
         finally:
             self._state = None
@@ -75,6 +75,22 @@ def give_values(model: Any, state: Any) -> None:
     model._jax_state_synced = True
 
 
+def shown(model: Any, state: Any) -> Any:
+    """A state that a step has put out as values of the model's variables.
+
+    Most steps put out just these; some keep more, and show a model if it is wanted.
+    """
+    step: Any = getattr(getattr(model, "train_function", None), "guarded", None)
+    return step.show(state) if hasattr(step, "show") else state
+
+
+def end_training(model: Any) -> None:
+    """Called at the end of each `fit`, when the variables have their values again."""
+    step: Any = getattr(model.train_function, "guarded", None)
+    if hasattr(step, "end_round"):
+        step.end_round()
+
+
 def newest_values(model: Any) -> list[list[Any]]:
     """The values of a model's variables, also while `fit` has taken them away.
 
@@ -82,7 +98,7 @@ def newest_values(model: Any) -> list[list[Any]]:
     """
     state = getattr(model, "_jax_state", None)
     if state and not model._jax_state_synced:
-        return [list(values) for values in state.values()]
+        return [list(values) for values in shown(model, list(state.values()))]
     lists: list[Any] = [()] * len(_TRAIN)
     return [[v._value for v in group] for group in variables_of(model, lists)]
 

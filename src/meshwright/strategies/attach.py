@@ -8,6 +8,8 @@ from meshwright.data.course import Course
 from meshwright.data.intake import Intake
 from meshwright.data.tally import Tally
 from meshwright.devices.keras_hooks import install_keras_hooks
+from meshwright.devices.runtime import belongs_to_some, to_host
+from meshwright.devices.scope import homes_of
 from meshwright.devices.strategy_hooks import INTAKE_MAKER, STEP_MAKER
 from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
@@ -157,6 +159,18 @@ def cut_of(model: Any) -> StageCut:
     return cut
 
 
+def refuse_placed_by_hand(model: Any, strategy: "Strategy") -> None:
+    """Refuses a model whose layers were put on several devices by `mw.device`."""
+    homes = sorted({name for _, name in homes_of(model)})
+    if len(homes) > 1:
+        raise StrategyError(
+            f"{strategy!r} received {model.name!r}, whose layers were put on "
+            f"{', '.join(homes)} by hand.",
+            "This strategy decides itself where variables live and who computes.",
+            "Build the model without mw.device, or train it without a strategy.",
+        )
+
+
 def attached(model: Any) -> "Strategy | None":
     """The strategy of a model, if it has one."""
     return getattr(model, _STRATEGY, None)
@@ -172,7 +186,8 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    places = place_variables(model, layouts, strategy.mesh, strategy.plan.offload)
+    meshes, offloads = (strategy.mesh, strategy.home), strategy.plan.offload
+    places = place_variables(model, layouts, *meshes, offloads=offloads)
     for variable, where in places:
         _move(variable, where)
     return layouts
@@ -183,10 +198,14 @@ def _move(variable: Any, target: NamedSharding) -> None:
     value = variable._value
     if value is None:
         return
-    if not target.is_fully_addressable and value.is_fully_addressable:
+    is_partly_here = belongs_to_some(target) and value.sharding != target
+    is_own = not target.is_fully_addressable and value.is_fully_addressable
+    if is_partly_here or is_own:
         from jax.experimental import multihost_utils
 
         # Every process made its own; the first one's counts.
-        value = multihost_utils.broadcast_one_to_all(np.asarray(value))
-        value = jax.make_array_from_callback(value.shape, target, value.__getitem__)
+        value = np.asarray(multihost_utils.broadcast_one_to_all(to_host(value)))
+        # Devices of some processes may have no part of it, so they are told its type.
+        given, dtype = value.__getitem__, value.dtype
+        value = jax.make_array_from_callback(value.shape, target, given, dtype=dtype)
     variable._direct_assign(value)

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.runtime import to_host
 from meshwright.models.precision import keeping_precision, set_precision
-from meshwright.strategies.attach import attached, place, step_over_mesh
+from meshwright.strategies.attach import attached, place
 from meshwright.strategies.strategy import Strategy
 from meshwright.train.mesh_step import training_state
 from meshwright.train.stage_cut import StageCut
@@ -49,10 +49,8 @@ def borrowed(model: Any, batch: Any, precision: str | None) -> Iterator[State]:
 
 def borrowed_step(model: Any, strategy: Strategy) -> Any:
     """The training step of a borrowed model under a strategy."""
-    place(model, strategy)
-    train_step = jax.jit(model.train_step)
     cut = StageCut(model.name, strategy.plan)
-    return step_over_mesh(model, train_step, strategy, cut)
+    return strategy.make_step(model, jax.jit(model.train_step), cut)
 
 
 def _restore(model: Any, start: State) -> None:

@@ -11,13 +11,9 @@ from meshwright.parallel.collectives import count_collectives
 from meshwright.parallel.layout import VariableLayout, unique_variables
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
-from meshwright.strategies.attach import place, step_over_mesh
+from meshwright.strategies.attach import place
 from meshwright.train.accumulation import first_of, why_not_a_mean
-from meshwright.train.mesh_step import (
-    MeshStep,
-    as_keras_takes_them,
-    training_state,
-)
+from meshwright.train.mesh_step import as_keras_takes_them, training_state
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.stage_cut import StageCut
 
@@ -39,6 +35,8 @@ class Explanation:
     """The layers by what they compute in."""
     has_stages: bool = False
     """Whether the model is cut into stages."""
+    kept_on: str | None = None
+    """The device that keeps all variables, if one does."""
     notes: tuple[str, ...] = ()
     """What else the plan does to a training step, and why."""
 
@@ -61,10 +59,11 @@ class Explanation:
             ]
         kept = sum(4 * prod(v.shape) for v in self.whole)
         travels = ", ".join(f"{n} {kind}" for kind, n in self.collectives.items())
-        where = "device of their stage" if self.has_stages else "device"
+        where = "every device of their stage" if self.has_stages else "every device"
+        where = self.kept_on or where
         ways = "sends values from stage to stage" if self.has_stages else ""
         lines.append(
-            f"{len(self.whole)} of {len(self.layouts)} variables are whole on every "
+            f"{len(self.whole)} of {len(self.layouts)} variables are whole on "
             f"{where} (about {format_bytes(kept)}); a training step "
             f"{ways or 'has ' + (travels or 'no collectives')}"
         )
@@ -85,9 +84,14 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
         train_step = jax.jit(model.train_step)
         state = training_state(model, batch)
         cut = StageCut(model.name, strategy.plan)
-        step = step_over_mesh(model, train_step, strategy, cut)
-        collectives, stages = _what_travels(step, state, batch)
+        step = strategy.make_step(model, train_step, cut)
+        collectives, stages, travels = _what_travels(
+            step, model, state, batch, strategy
+        )
         layouts = _with_stages(layouts, step, model)
+        if strategy.keeps_variables_on is not None:
+            because = f"kept on {strategy.keeps_variables_on}"
+            layouts = {p: replace(v, because=because) for p, v in layouts.items()}
         precisions = layers_by_precision(model)
         notes = _notes(strategy.plan, model, state, batch)
     return Explanation(
@@ -96,14 +100,15 @@ def explain(strategy: "Strategy", model: Any, x: Any, y: Any) -> Explanation:
         collectives=collectives,
         precisions=precisions,
         has_stages=bool(stages),
-        notes=(*stages, *notes),
+        kept_on=strategy.keeps_variables_on,
+        notes=(*stages, *notes, *travels),
     )
 
 
 def _with_stages(
-    layouts: dict[str, VariableLayout], step: MeshStep | PipelineStep, model: Any
+    layouts: dict[str, VariableLayout], step: Any, model: Any
 ) -> dict[str, VariableLayout]:
-    if isinstance(step, MeshStep):
+    if not isinstance(step, PipelineStep):
         return layouts
     found = {}
     for path, variable in unique_variables(model).items():
@@ -114,13 +119,15 @@ def _with_stages(
 
 
 def _what_travels(
-    step: MeshStep | PipelineStep, state: Any, batch: Any
-) -> tuple[dict[str, int], list[str]]:
-    if isinstance(step, MeshStep):
-        compiled = step.lower(state, batch).compile()
-        return count_collectives(compiled.as_text()), []
-    # Its stages are programs of their own, and pass values on beside them.
-    return {}, step.describe(batch)
+    step: Any, model: Any, state: Any, batch: Any, strategy: "Strategy"
+) -> tuple[dict[str, int], list[str], tuple[str, ...]]:
+    """Collectives by kind, and what is to be said of stages and of bytes."""
+    if isinstance(step, PipelineStep):
+        # Its stages are programs of their own, and pass values on beside them.
+        return {}, step.describe(batch), ()
+    program = step.lower(state, batch).compile().as_text()
+    bytes_of = strategy.what_travels(model, program, batch)
+    return count_collectives(program), [], bytes_of
 
 
 def _notes(plan: Plan, model: Any, state: Any, batch: Any) -> tuple[str, ...]:

@@ -150,6 +150,13 @@ def preflight(
     """
     check_question("preflight", model, batch_size)
     chosen = _checked(strategy) or attached(model) or Single()
+    if not chosen.is_a_plan:
+        raise StrategyError(
+            f"preflight received {chosen!r}.",
+            "It weighs the step of a plan, and this strategy has steps of its own.",
+            "Ask about mw.Mirrored() on the same devices; docs/strategies/ says what "
+            "this one needs beside it.",
+        )
     limit, because = _limit(chosen, memory)
     found = exact_memory(
         model,

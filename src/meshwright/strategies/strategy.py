@@ -14,13 +14,17 @@ from meshwright.data.loader import Batches
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.names import parse_device_name
-from meshwright.devices.runtime import jax_devices_of_all, usable_devices
+from meshwright.devices.runtime import (
+    belongs_to_some,
+    jax_devices_of_all,
+    usable_devices,
+)
 from meshwright.devices.strategy_hooks import ScopeHooks, in_scope
 from meshwright.errors import PlanError, StrategyError, UnknownDeviceError
 from meshwright.models.precision import making_layers_in
 from meshwright.parallel.batch import batch_axes
 from meshwright.parallel.layout import add_fsdp, is_arithmetic
-from meshwright.parallel.mesh import make_mesh, sharding
+from meshwright.parallel.mesh import make_mesh, replicated, sharding
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.reduction import gather_values, reduce_values
 from meshwright.strategies.attach import attach, attached, place, step_over_mesh
@@ -34,6 +38,7 @@ from meshwright.strategies.dataset import DistributedDataset
 from meshwright.strategies.explanation import Explanation, explain
 from meshwright.strategies.replica_context import refuse_inside_replica, replica_id
 from meshwright.train.pace import Pace
+from meshwright.train.stage_cut import StageCut
 
 import jax
 from jax.sharding import Mesh
@@ -65,6 +70,10 @@ class Strategy:
     """
 
     check_nan: bool = True
+    is_a_plan: bool = True
+    """Whether its steps are those of its plan, and nothing besides."""
+    equals_one_device: bool = True
+    """Whether it leads to the weights of one device."""
     prefetch: int = 2
     resident: bool | None = None
 
@@ -93,13 +102,28 @@ class Strategy:
     def prepare(self, model: Any, arguments: Mapping[str, Any]) -> None:
         """Called before each run of a model, with the arguments of the run."""
 
-    def make_step(self, model: Any, step: Any) -> Any:
+    def make_step(self, model: Any, step: Any, cut: StageCut | None = None) -> Any:
         """What runs a step of Keras' (train, test or predict) of a model.
 
         That of the plan; strategies that are more than a plan have steps of their own.
+
+        Arguments:
+            model: The model.
+            step: The step.
+            cut: Where the model is cut into pieces; as it was attached if left out.
         """
         place(model, self)
-        return step_over_mesh(model, step, self)
+        return step_over_mesh(model, step, self, cut)
+
+    def what_travels(self, model: Any, program: str, batch: Any) -> tuple[str, ...]:
+        """What `explain` says besides of what travels in a step; nothing for a plan.
+
+        Arguments:
+            model: The model.
+            program: The text of its compiled training step.
+            batch: A batch.
+        """
+        return ()
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -108,6 +132,16 @@ class Strategy:
         if mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu":
             let_gloo_give_way()
         return mesh
+
+    @property
+    def keeps_variables_on(self) -> str | None:
+        """The one device that keeps all variables, if there is one."""
+        return None
+
+    @property
+    def home(self) -> Mesh:
+        """Where variables live, as a mesh; that of the plan."""
+        return self.mesh
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.plan.describe()})"
@@ -305,13 +339,13 @@ class Strategy:
             attach(made, self)
 
     def _first_layout(self, variable: Any) -> Any:
-        if self.plan.stages > 1:
-            return None  # the first step lays it out, when the model is cut
+        if self.plan.stages > 1 or belongs_to_some(replicated(self.home)):
+            return None  # the first step lays it out, in all processes at once
         shape = tuple(variable.shape)
         spec: tuple[str | None, ...] = (None,) * len(shape)
         if self.plan.fsdp > 1 and is_arithmetic(variable):
             spec, _ = add_fsdp(shape, spec, self.plan.fsdp)
-        return sharding(self.mesh, spec)
+        return sharding(self.home, spec)
 
 
 def choose_devices(devices: DeviceNames) -> tuple[str, ...]:

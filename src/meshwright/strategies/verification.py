@@ -127,6 +127,14 @@ def verify(
             "It compares training steps, so it needs a loss and an optimizer.",
             "Call model.compile first.",
         )
+    if not strategy.equals_one_device:
+        raise StrategyError(
+            f"verify received {strategy!r}.",
+            "It compares with one device, and this strategy leads to other weights by "
+            "its nature.",
+            "docs/strategies/ says which run it does equal; verify mw.Mirrored() "
+            "instead.",
+        )
     x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
     with borrowed(model, batches[0], strategy.plan.precision) as start:

@@ -163,7 +163,7 @@ def exact_memory(
             found = stages.memory_of_shapes(batch, options)
             return ExactMemory(by_stage=tuple(each.by_kind() for each in found))
         layouts = lay_out_model(model, plan)
-        placed = place_variables(model, layouts, mesh, plan.offload)
+        placed = place_variables(model, layouts, mesh, offloads=plan.offload)
         places = {id(v): at for v, at in placed}
         lowered = MeshStep(model, step, plan, mesh, places).lower_shapes(batch)
         labels = labels_of(variables_of(model, [()] * TRAIN_STATES), "state")

@@ -45,6 +45,11 @@ class MeshStep:
         skips: Whether training steps that lead to NaN are left out.
     """
 
+    programs: type[MeshPrograms] = MeshPrograms
+    """What makes its programs."""
+    why_alone: str | None = None
+    """Why its steps are dispatched one by one, if they always are."""
+
     def __init__(
         self,
         model: Any,
@@ -61,7 +66,7 @@ class MeshStep:
                 "A step over a mesh is one compiled program.",
                 "Compile the model without these, or train it without a strategy.",
             )
-        self._programs = MeshPrograms(model, step, plan, mesh, places, skips)
+        self._programs = self.programs(model, step, plan, mesh, places, skips)
         self._plan = plan
         self._mesh = mesh
         self._what = f"{step.__name__} of {model.name!r}"

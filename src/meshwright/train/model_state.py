@@ -17,8 +17,10 @@ KINDS = STATE_KINDS[4]
 
 
 def named_values(model: Any) -> dict[str, Any]:
-    """The newest values of all variables, by kind and path."""
-    return {name: value for name, _, value in _all_of(model)}
+    """The newest values of all variables, by kind and path, and of workers."""
+    own = _own_state(model)
+    values = {name: value for name, _, value in _all_of(model)}
+    return values if own is None else values | own.own_values()
 
 
 def named_variables(model: Any) -> dict[str, Any]:
@@ -28,7 +30,9 @@ def named_variables(model: Any) -> dict[str, Any]:
 
 def targets_of(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, types and places that values of these names are to have."""
-    return {name: _target(value) for name, _, value in _all_of(model)}
+    own = _own_state(model)
+    targets = {name: _target(value) for name, _, value in _all_of(model)}
+    return targets if own is None else targets | own.own_targets()
 
 
 def give_named_values(model: Any, values: Mapping[str, Any]) -> None:
@@ -36,6 +40,9 @@ def give_named_values(model: Any, values: Mapping[str, Any]) -> None:
     for name, variable, _ in _all_of(model):
         variable._value = values[name]
     model._jax_state_synced = True
+    own = _own_state(model)
+    if own is not None:
+        own.give_own_values(values, newest_values(model))
 
 
 def all_finite(model: Any) -> bool:
@@ -81,6 +88,12 @@ def _are_all_finite(values: list[Any]) -> Any:
 
 
 _compiled_are_all_finite = jax.jit(_are_all_finite)
+
+
+def _own_state(model: Any) -> Any:
+    """The training step of a model, if it has a state beside that of the model."""
+    step = getattr(model.train_function, "guarded", None)
+    return step if hasattr(step, "own_values") else None
 
 
 def _all_of(model: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -226,6 +226,9 @@ class Pace:
         """How many steps should be dispatched together, and why."""
         if self.listeners.of_state:
             return 1, f"{self._state_listeners} wants to see each of them"
+        alone = getattr(self.step, "why_alone", None)
+        if alone is not None:
+            return 1, alone
         if not work.is_repeatable:
             return 1, "the step changes the shape or type of its state"
         if self._offloads:

@@ -17,6 +17,8 @@ def place_variables(
     model: Any,
     layouts: Mapping[str, VariableLayout],
     mesh: Mesh,
+    home: Mesh | None = None,
+    *,
     offloads: bool = False,
 ) -> Iterator[tuple[Any, NamedSharding]]:
     """The variables of a model, its metrics and its optimizer, each with its place.
@@ -24,16 +26,19 @@ def place_variables(
     Arguments:
         model: The model.
         layouts: Those of its own variables, by path.
-        mesh: The devices.
+        mesh: The devices that compute.
+        home: Those that variables live on, if it is others; metrics stay where steps
+            compute them.
         offloads: Whether the optimizer's state belongs into the memory of the host.
     """
-    whole = replicated(mesh)
+    home = home or mesh
+    whole = replicated(home)
     places = {}
     for path, variable in unique_variables(model).items():
-        places[id(variable)] = where = sharding(mesh, layouts[path].spec)
+        places[id(variable)] = where = sharding(home, layouts[path].spec)
         yield variable, where
     for variable in model.metrics_variables:
-        yield variable, whole
+        yield variable, replicated(mesh)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         for slot in optimizer.variables:
