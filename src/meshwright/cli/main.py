@@ -13,6 +13,7 @@ from meshwright.cli.doctor import doctor
 from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
+from meshwright.cli.tune import tune
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
@@ -27,7 +28,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, train):
+for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, train, tune):
     cli.add_command(_verb)
 
 

@@ -1,0 +1,1 @@
+"""What was trained, searched or measured, as pages for people."""

@@ -1,0 +1,142 @@
+"""Objectives that trials run; they need nothing, so that trials start at once."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def square(trial: Any) -> float:
+    x = trial.suggest_float("x", -1.0, 1.0)
+    trial.set_user_attr("pid", os.getpid())
+    trial.set_user_attr("cores", sorted(os.sched_getaffinity(0)))
+    trial.set_user_attr(
+        "sees", {name: os.environ.get(name) for name in os.environ["SHOW"].split(",")}
+    )
+    return x * x
+
+
+def plain(trial: Any) -> float:
+    return trial.suggest_float("x", -1.0, 1.0) ** 2
+
+
+def other(trial: Any) -> float:
+    return trial.suggest_float("x", -1.0, 1.0) ** 2
+
+
+def narrow(trial: Any) -> float:
+    return trial.suggest_float("x", -0.5, 0.5) ** 2
+
+
+def crashing(trial: Any) -> float:
+    """Fails for the second of its trials, and prints before."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    if trial.number == 1:
+        print("almost there")
+        raise RuntimeError("out of paper")
+    return x
+
+
+def always_crashing(trial: Any) -> float:
+    x = trial.suggest_float("x", -1.0, 1.0)
+    raise RuntimeError(f"no luck with {x}")
+
+
+def _is_first_time(number: int) -> bool:
+    try:
+        Path(f"seen-{number}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _note(x: float) -> None:
+    with Path("asked").open("a") as file:
+        file.write(f"{x!r}\n")
+
+
+def killed_once(trial: Any) -> float:
+    x = trial.suggest_float("x", -1.0, 1.0)
+    _note(x)
+    if _is_first_time(0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def leaves(trial: Any) -> float:
+    """The second trial ends its process without a word, whenever it is tried."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    if _is_first_time(0):
+        return x
+    if _is_first_time(1):
+        Path("unlucky").write_text(repr(x))
+    if Path("unlucky").read_text() == repr(x):
+        os._exit(3)
+    return x
+
+
+def hangs_once(trial: Any) -> float:
+    x = trial.suggest_float("x", -1.0, 1.0)
+    _note(x)
+    if _is_first_time(0):
+        time.sleep(1000)
+    return x
+
+
+def not_numbers(trial: Any) -> Any:
+    trial.suggest_float("x", -1.0, 1.0)
+    return [float("nan"), "good", None, 1.0][trial.number]
+
+
+def always_nan(trial: Any) -> float:
+    trial.suggest_float("x", -1.0, 1.0)
+    return float("nan")
+
+
+def nothing_to_search(trial: Any) -> float:
+    return 1.0
+
+
+def empty_choice(trial: Any) -> float:
+    return trial.suggest_categorical("x", [])
+
+
+def pruned(trial: Any) -> float:
+    """The first trials are good, the others bad from the first step on."""
+    x = trial.suggest_int("x", 1, 3) + (0 if trial.number < 5 else 100)
+    for step in range(20):
+        trial.report(x, step)
+        if trial.should_prune():
+            from optuna import TrialPruned
+
+            raise TrialPruned
+    return x
+
+
+def counted(trial: Any) -> float:
+    """Waits until the test lets it go."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    _note(x)
+    Path(f"at-{trial.number}").touch()
+    while not Path("go").exists():
+        time.sleep(0.01)
+    return x
+
+
+def slow(trial: Any) -> float:
+    """Long enough for two launchers to take part."""
+    x = trial.suggest_float("x", -1.0, 1.0)
+    Path(f"by-{os.getppid()}").touch()
+    time.sleep(0.1)
+    return x
+
+
+class Shifted:
+    """An objective with a state."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, trial: Any) -> float:
+        return abs(trial.suggest_float("x", -1.0, 1.0)) + self.by
