@@ -118,17 +118,18 @@ def counted(trial: Any) -> float:
     """Waits until the test lets it go."""
     x = trial.suggest_float("x", -1.0, 1.0)
     _note(x)
-    Path(f"at-{trial.number}").touch()
+    Path(f"at-{trial.number}").write_text(str(os.getpid()))
     while not Path("go").exists():
         time.sleep(0.01)
     return x
 
 
-def slow(trial: Any) -> float:
-    """Long enough for two launchers to take part."""
+def shared(trial: Any) -> float:
+    """Waits until two launchers take part."""
     x = trial.suggest_float("x", -1.0, 1.0)
     Path(f"by-{os.getppid()}").touch()
-    time.sleep(0.1)
+    while len([*Path().glob("by-*")]) < 2:
+        time.sleep(0.01)
     return x
 
 
