@@ -28,7 +28,9 @@ class Server:
         self._port = free_port("127.0.0.1")
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = Guard()  # it does not outlive tests that are killed
-        self._run("initdb", "-D", str(folder / "data"), "-U", _USER, "-N", "-A", "trust")
+        self._run(
+            "initdb", "-D", str(folder / "data"), "-U", _USER, "-N", "-A", "trust"
+        )
         self.url = f"postgresql://{_USER}@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:

@@ -32,7 +32,15 @@ def start(folder: Path, *options: str) -> "subprocess.Popen[str]":
         at.unlink()
     command = [sys.executable, "-Pm", "meshwright.cli.main", "tune"]
     launcher = subprocess.Popen(
-        [*command, f"{OBJECTIVES}:counted", "--trials", "3", "--devices", "1", *options],
+        [
+            *command,
+            f"{OBJECTIVES}:counted",
+            "--trials",
+            "3",
+            "--devices",
+            "1",
+            *options,
+        ],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -58,7 +58,7 @@ def test_launchers_share_the_trials_of_a_study(
         start_launcher(server, "shared", 7, "--run", f"run-{i}", "--json")
         for i in range(2)
     ]
-    ends = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+    ends = [launcher.communicate(timeout=100)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], ends
     assert len([*tmp_path.glob("by-*")]) == 2, "both took part"
     one, other = (json.loads(end) for end in ends)
@@ -72,13 +72,13 @@ def test_a_launcher_that_shows_no_sign_of_life_loses_its_trials_to_others(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stopped = start_launcher(server, "counted", 2, "--run", "stopped")
+    stopped = start_launcher(server, "reporting", 2, "--run", "stopped")
     try:
         wait_for(Path("at-0"))
         stopped.send_signal(signal.SIGSTOP)
         Path("go").touch()
         found = mw.tune(
-            f"{HERE}:counted",
+            f"{HERE}:reporting",
             2,
             devices=["CPU:0"],
             storage=server.url,

@@ -142,7 +142,7 @@ class Ledger:
     def beat(self) -> None:
         """Shows that this launcher is alive."""
         self._beats += 1
-        for trial in self._mine.values():
+        for trial in [*self._mine.values()]:
             self._note(trial, _BEAT, self._beats)
 
     def take_over(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.orders import Orders
-from meshwright.errors import StudyError
+from meshwright.errors import MeshwrightError, StudyError
 from meshwright.launch.crew import Ended, Said
 from meshwright.launch.local_worker import LocalWorker
 from meshwright.trials import worker
@@ -157,19 +157,18 @@ class RunningTrial:
             return {"value": self._begin()}
         if name not in _CALLS:
             return {"error": f"no trial has {name!r}", "type": "AttributeError"}
-        if name.startswith("suggest_"):
-            try:
-                self._check(name, arguments, named)
-            except (ValueError, TypeError) as error:
-                return {"error": str(error), "type": type(error).__name__}
         if name == "report":
             self.reported = float(arguments[0])
         try:
+            if name.startswith("suggest_"):
+                self._check(name, arguments, named)
             value = self._database.do(lambda: self._do(name, arguments, named))
-            # Pruners answer with NumPy's booleans.
-            return {"value": value.item() if hasattr(value, "item") else value}
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except MeshwrightError:
+            raise
+        except Exception as error:  # what a call raises is for the objective to see
             return {"error": str(error), "type": type(error).__name__}
+        # Pruners answer with NumPy's booleans.
+        return {"value": value.item() if hasattr(value, "item") else value}
 
     def _do(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         found = getattr(self.trial, name)

@@ -4,13 +4,14 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from meshwright.errors import StudyError
 from meshwright.launch.redaction import redact_arguments
 
 if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
+    from optuna.storages import RDBStorage
 
 Result = TypeVar("Result")
 
@@ -58,7 +59,19 @@ class Database:
         self.shown = redact_arguments([url])[0]
         self.waited = 0.0
         self._say = say
-        self.storage: BaseStorage = self._open(_with_driver(url))
+        self.storage: RDBStorage = self._open(_with_driver(url))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.storage.remove_session()
+        self.storage.engine.dispose()
 
     def do(self, action: Callable[[], Result]) -> Result:
         """Does something with it, again and again while it is away.
@@ -73,7 +86,7 @@ class Database:
             "ended are kept in the run folder, and the same call goes on with them.",
         )
 
-    def _open(self, url: str) -> "BaseStorage":
+    def _open(self, url: str) -> "RDBStorage":
         optuna = need_optuna()
         is_file = url.startswith("sqlite")
         arguments: dict[str, Any] = {"pool_pre_ping": True}
@@ -81,7 +94,7 @@ class Database:
             name = "timeout" if is_file else "connect_timeout"
             arguments["connect_args"] = {name: _CONNECT_SECONDS}
 
-        def connect() -> "BaseStorage":
+        def connect() -> "RDBStorage":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return optuna.storages.RDBStorage(url, engine_kwargs=arguments)
@@ -100,9 +113,10 @@ class Database:
                 if not _is_of_database(error):
                     raise
                 away = time.monotonic() - began
-                if away >= patience or not _may_pass(error):
+                is_away = _is_away(error)
+                if away >= patience or not (is_away or _is_made_by_others(error)):
                     raise self._explain(error, away, lost) from error
-                if not told:
+                if is_away and not told:
                     self._say(
                         f"the database does not answer: {_reason(error)}; waiting"
                     )
@@ -153,12 +167,20 @@ def _is_of_database(error: Exception) -> bool:
     )
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether it makes sense to wait."""
-    kinds = {type(each).__name__ for each in (error, error.__cause__) if each}
-    return bool(
-        kinds & {"OperationalError", "InterfaceError", "TimeoutError", "DBAPIError"}
-    )
+def _is_away(error: Exception) -> bool:
+    """Whether it is away, or locked, and may be back."""
+    kinds = {"OperationalError", "InterfaceError", "TimeoutError", "DBAPIError"}
+    return bool(kinds & _kinds(error))
+
+
+def _is_made_by_others(error: Exception) -> bool:
+    """Whether other launchers make the same tables at this moment."""
+    is_double = "IntegrityError" in _kinds(error)
+    return is_double or "already exists" in _reason(error)
+
+
+def _kinds(error: Exception) -> set[str]:
+    return {type(each).__name__ for each in (error, error.__cause__) if each}
 
 
 def _reason(error: Exception) -> str:

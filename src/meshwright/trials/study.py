@@ -11,7 +11,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.devices.sizes import is_count
-from meshwright.errors import StudyError
+from meshwright.errors import StudyError, TrialError
 from meshwright.launch.console import Console
 from meshwright.launch.run_folder import RunFolder, open_run
 from meshwright.launch.stop import StopRequests
@@ -123,18 +123,38 @@ def search(
         StudyError: The database cannot be used, or the study is another one.
         TrialError: No trial has a value.
     """
-    began = time.monotonic()
     need_optuna()
     with open_run(wish.folder) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna's, which nobody can do anything about
         progress = Progress(console, wish.name, wish.n_trials, wish.direction)
-        path = folder.path / "study.db"
-        database = Database(wish.storage or f"sqlite:///{path}", progress.say)
-        study = _open_study(wish, database)
-        label = wish.objective.label
-        folder.begin(wish.objective.file or Path(label), [])
-        same = _has_same_code(study, wish.objective)
-        ledger = Ledger(
+        url = wish.storage or f"sqlite:///{folder.path / 'study.db'}"
+        with Database(url, progress.say) as database:
+            study = _open_study(wish, database)
+            folder.begin(wish.objective.file or Path(wish.objective.label), [])
+            session = _Session(wish, folder, database, study, progress, show)
+            return session.work(stop)
+
+
+class _Session:
+    """This launcher's work on a study that is open."""
+
+    def __init__(
+        self,
+        wish: Wish,
+        folder: RunFolder,
+        database: Database,
+        study: "Study",
+        progress: Progress,
+        show: Callable[[TuneReport], None],
+    ) -> None:
+        self._wish = wish
+        self._folder = folder
+        self._database = database
+        self._study = study
+        self._progress = progress
+        self._show = show
+        self._began = time.monotonic()
+        self._ledger = Ledger(
             study,
             database,
             total=wish.n_trials,
@@ -145,49 +165,59 @@ def search(
             say=progress.say,
         )
 
-        def report() -> TuneReport:
-            return TuneReport(
-                study=wish.name,
-                direction=wish.direction,
-                objective=label,
-                trials=ledger.records(),
-                n_trials=wish.n_trials,
-                storage=database.shown,
-                folder=folder.path,
-                seconds=time.monotonic() - began,
-                because=wish.deal.because,
-            )
-
-        with _noted(folder, len(wish.deal.slots)) as notes, progress:
-            ledger.recover()
+    def work(self, stop: StopRequests) -> tuple[TuneReport, Outcome]:
+        """Runs what is missing, and sums up."""
+        same = _has_same_code(self._study, self._wish.objective)
+        with _noted(self._folder, len(self._wish.deal.slots)) as notes, self._progress:
+            self._ledger.recover()
             if not same:
-                ledger.retry_failed()
-            progress.begin(ledger)
-            _say_what_there_is(wish, ledger, folder, progress)
-            how = Search(
-                wish.objective,
-                wish.deal.slots,
-                ledger,
-                folder=folder.path,
-                database=database,
-                space=_space_of(study, database, same),
-                timeout=wish.trial_timeout,
-                heartbeat=wish.heartbeat,
-                progress=progress,
-                stop=stop,
-                watch=_Watch(folder, lambda: show(report())),
-            ).run()
+                self._ledger.retry_failed()
+            self._progress.begin(self._ledger)
+            _say_what_there_is(self._wish, self._ledger, self._folder, self._progress)
+            try:
+                how = self._search(stop, same).run()
+            except TrialError:
+                self._show(self._report())
+                raise
             notes.append(how)
-        _keep_code(study, database, wish.objective)
-        done = replace(report(), importance=importance_of(study))
-        show(done)
+        _keep_code(self._study, self._database, self._wish.objective)
+        done = replace(self._report(), importance=importance_of(self._study))
+        self._show(done)
         if how == "finished" and not done.complete:
             raise all_failed(
-                label,
+                self._wish.objective.label,
                 [t.because or t.state for t in done.trials],
-                folder.path / "logs",
+                self._folder.path / "logs",
             )
         return done, how
+
+    def _search(self, stop: StopRequests, same: bool) -> Search:
+        return Search(
+            self._wish.objective,
+            self._wish.deal.slots,
+            self._ledger,
+            folder=self._folder.path,
+            database=self._database,
+            space=_space_of(self._study, self._database, same),
+            timeout=self._wish.trial_timeout,
+            heartbeat=self._wish.heartbeat,
+            progress=self._progress,
+            stop=stop,
+            watch=_Watch(self._folder, lambda: self._show(self._report())),
+        )
+
+    def _report(self) -> TuneReport:
+        return TuneReport(
+            study=self._wish.name,
+            direction=self._wish.direction,
+            objective=self._wish.objective.label,
+            trials=self._ledger.records(),
+            n_trials=self._wish.n_trials,
+            storage=self._database.shown,
+            folder=self._folder.path,
+            seconds=time.monotonic() - self._began,
+            because=self._wish.deal.because,
+        )
 
 
 def importance_of(study: "Study") -> dict[str, float]:
