@@ -378,6 +378,19 @@ def test_a_database_that_cannot_be_reached_is_told_without_its_password(
         tune("plain", 1, storage="nosuch://here")
 
 
+def test_a_page_that_cannot_be_written_ends_no_search(
+    tune: Tune, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/report.html").mkdir(parents=True)
+    (tmp_path / "run/results.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "run/config.json").write_text("{}")
+    found = tune("plain", 1, run=tmp_path / "run")
+    assert found.count("complete") == 1
+    said = capsys.readouterr().out
+    assert "report.html was not written: " in said
+    assert "results.jsonl was not written: " in said
+
+
 def test_a_run_folder_that_is_in_use_is_refused(tune: Tune, tmp_path: Path) -> None:
     with open_run(tmp_path / "runs/busy"), pytest.raises(RunError, match="is in use"):
         tune("plain", 1, name="busy")

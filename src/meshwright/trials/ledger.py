@@ -125,16 +125,17 @@ class Ledger:
 
     def settle(self, trial: "Trial", outcome: Outcome) -> None:
         """Writes down what came of a trial that was claimed."""
-        append_json(
-            self._journal,
-            {
-                "study": self._study.study_name,
-                "trial": trial.number,
-                "how": outcome.how,
-                "value": outcome.value,
-                "because": outcome.because,
-            },
-        )
+        line = {
+            "study": self._study.study_name,
+            "trial": trial.number,
+            "how": outcome.how,
+            "value": outcome.value,
+            "because": outcome.because,
+        }
+        try:
+            append_json(self._journal, line)
+        except OSError as error:  # it is only needed if the database fails too
+            self._say(f"{self._journal} was not written: {error}")
         if outcome.because:
             self._note(trial, _BECAUSE, outcome.because[:_LONGEST])
         self._tell(trial.number, outcome)

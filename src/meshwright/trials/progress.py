@@ -67,7 +67,9 @@ class Progress:
     def say(self, text: str) -> None:
         """Says a line, above the table if there is one."""
         if self._live is not None:
-            self._live.console.print(f"meshwright: {text}", markup=False)
+            self._live.console.print(
+                f"meshwright: {text}", markup=False, highlight=False
+            )
         else:
             self._console.say(text)
 
@@ -112,24 +114,24 @@ class Progress:
         self._live.update(self._table(running), refresh=True)
 
     def _table(self, running: "Sequence[RunningTrial]") -> Any:
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=f"{self._study}: {self._summary()}", title_justify="left")
+        table = Table()
         for head in ("where", "trial", "time", "last report"):
             table.add_column(head)
         for each in running:
             reported = "-" if each.reported is None else f"{each.reported:.6g}"
-            table.add_row(
-                each.slot.device,
-                str(each.trial.number),
-                f"{each.seconds:.0f} s",
-                reported,
-            )
+            number, seconds = str(each.trial.number), f"{each.seconds:.0f} s"
+            table.add_row(each.slot.device, number, seconds, reported)
+        lines: list[Any] = [Text(f"{self._study}: {self._summary()}"), table]
         best = self._best()
         if best is not None:
             params = ", ".join(f"{n}={spell(v)}" for n, v in best.params.items())
-            table.caption = f"best: {best.value:.6g} of trial {best.number} ({params})"
-        return table
+            words = f"best: {best.value:.6g} of trial {best.number} ({params})"
+            lines.append(Text(words))
+        return Group(*lines)
 
     def _summary(self) -> str:
         words = f"{self._ended()} of {self._total}"

@@ -47,6 +47,7 @@ class Database:
     Arguments:
         url: As SQLAlchemy spells it.
         say: Hears when the database is away, and when it is back.
+        is_stopping: Whether nobody wants to wait any more.
 
     Attributes:
         waited: Seconds that were spent on waiting for it.
@@ -55,10 +56,16 @@ class Database:
         StudyError: It cannot be reached, or is no database for studies.
     """
 
-    def __init__(self, url: str, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        url: str,
+        say: Callable[[str], None] = print,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.shown = redact_arguments([url])[0]
         self.waited = 0.0
         self._say = say
+        self._is_stopping = is_stopping
         self.storage: RDBStorage = self._open(_with_driver(url))
 
     def __enter__(self) -> Self:
@@ -114,7 +121,8 @@ class Database:
                     raise
                 away = time.monotonic() - began
                 is_away = _is_away(error)
-                if away >= patience or not (is_away or _is_made_by_others(error)):
+                may_pass = is_away or _is_made_by_others(error)
+                if away >= patience or not may_pass or self._is_stopping():
                     raise self._explain(error, away, lost) from error
                 if is_away and not told:
                     self._say(

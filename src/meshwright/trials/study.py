@@ -128,7 +128,7 @@ def search(
         warnings.simplefilter("ignore")  # Optuna's, which nobody can do anything about
         progress = Progress(console, wish.name, wish.n_trials, wish.direction)
         url = wish.storage or f"sqlite:///{folder.path / 'study.db'}"
-        with Database(url, progress.say) as database:
+        with Database(url, progress.say, lambda: stop.is_wanted) as database:
             study = _open_study(wish, database)
             folder.begin(wish.objective.file or Path(wish.objective.label), [])
             session = _Session(wish, folder, database, study, progress, show)
@@ -152,7 +152,7 @@ class _Session:
         self._database = database
         self._study = study
         self._progress = progress
-        self._show = show
+        self._write = show
         self._began = time.monotonic()
         self._ledger = Ledger(
             study,
@@ -205,6 +205,13 @@ class _Session:
             stop=stop,
             watch=_Watch(self._folder, lambda: self._show(self._report())),
         )
+
+    def _show(self, report: TuneReport) -> None:
+        """A page that cannot be written ends no search."""
+        try:
+            self._write(report)
+        except OSError as error:
+            self._progress.say(f"{report.report} was not written: {error}")
 
     def _report(self) -> TuneReport:
         return TuneReport(

@@ -130,7 +130,6 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     line = Line(int(os.environ.pop(_CHANNEL)))
     os.environ.pop(_ORDERS, None)  # what the objective starts is no worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     told = line.ask("begin")
     _settle_in(told)
     try:
