@@ -60,7 +60,7 @@ def test_without_a_terminal_there_is_a_line_for_each_trial(
     with Progress(Console(), "sweep", 4, "maximize") as progress:
         progress.begin(ledger(lost))
         outcome = Outcome("lost", because="its process was killed")
-        progress.end(running(3, "core 1"), outcome, ledger(lost))
+        progress.end(running(3, "core 1"), outcome, ledger(lost), again=True)
         progress.show([running(3, "core 1")])
         progress.end(running(1, "core 0"), Outcome("pruned"), ledger(lost))
     assert capsys.readouterr().out.splitlines() == [

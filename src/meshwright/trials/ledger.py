@@ -123,8 +123,12 @@ class Ledger:
         self._note(trial, _DEVICE, device)
         return trial
 
-    def settle(self, trial: "Trial", outcome: Outcome) -> None:
-        """Writes down what came of a trial that was claimed."""
+    def settle(self, trial: "Trial", outcome: Outcome) -> bool:
+        """Writes down what came of a trial that was claimed.
+
+        Returns:
+            Whether there is to be another attempt.
+        """
         line = {
             "study": self._study.study_name,
             "trial": trial.number,
@@ -138,7 +142,7 @@ class Ledger:
             self._say(f"{self._journal} was not written: {error}")
         if outcome.because:
             self._note(trial, _BECAUSE, outcome.because[:_LONGEST])
-        self._tell(trial.number, outcome)
+        return self._tell(trial.number, outcome)
 
     def beat(self) -> None:
         """Shows that this launcher is alive."""
@@ -217,10 +221,13 @@ class Ledger:
             return f"{where} showed no sign of life for {self._grace:.0f} s"
         return ""
 
-    def _tell(self, number: int, outcome: Outcome) -> None:
+    def _tell(self, number: int, outcome: Outcome) -> bool:
         """Ends an attempt, and queues the next one at its point if there is to be one.
 
         If another launcher has given it up in the meantime, that one sees to it.
+
+        Returns:
+            Whether there is to be another attempt.
         """
         self._mine.pop(number, None)
         state = {
@@ -232,10 +239,12 @@ class Ledger:
             self._database.do(lambda: self._study.tell(number, value, state=state))
         except (ValueError, need_optuna().exceptions.UpdateFinishedTrialError):
             self._say(f"trial {number} was given up by another launcher")
-            return
-        again = outcome.how == "lost" and len(self._history(number)) < self._retries
-        if again or outcome.how == "returned":
-            self._queue(number, counts=again, because=outcome.because)
+            return True
+        counts = outcome.how == "lost" and len(self._history(number)) < self._retries
+        again = counts or outcome.how == "returned"
+        if again:
+            self._queue(number, counts=counts, because=outcome.because)
+        return again
 
     def _queue(self, number: int, *, counts: bool, because: str) -> None:
         """Queues a trial with the same parameters."""

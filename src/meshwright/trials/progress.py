@@ -73,8 +73,15 @@ class Progress:
         else:
             self._console.say(text)
 
-    def end(self, running: "RunningTrial", outcome: Outcome, ledger: Ledger) -> None:
-        """Tells what came of a trial."""
+    def end(
+        self,
+        running: "RunningTrial",
+        outcome: Outcome,
+        ledger: Ledger,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Tells what came of a trial, and whether there is to be another attempt."""
         self._records = ledger.records()
         words = {"complete": "", "returned": "was interrupted"}.get(
             outcome.how, outcome.how
@@ -82,18 +89,10 @@ class Progress:
         if outcome.value is not None:
             words = f"{outcome.value:.6g}"
         because = f": {outcome.because}" if outcome.because else ""
-        again = (
-            "; once more"
-            if outcome.how == "lost"
-            and any(
-                record.state == "waiting" and record.because == outcome.because
-                for record in self._records
-            )
-            else ""
-        )
+        once_more = "; once more" if again and outcome.how == "lost" else ""
         self.say(
             f"trial {ledger.number_of(running.trial)} on {running.slot.device} "
-            f"({running.seconds:.1f} s): {words}{because}{again}; {self._summary()}"
+            f"({running.seconds:.1f} s): {words}{because}{once_more}; {self._summary()}"
         )
 
     def say_stopping(self, stop: StopRequests, running: int) -> None:

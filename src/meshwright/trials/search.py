@@ -158,8 +158,8 @@ class Search:
         guard.forget(running.worker.process.pid)
         del self._running[running.slot.number]
         self._look_at = 0.0
-        self._ledger.settle(running.trial, outcome)
-        self._progress.end(running, outcome, self._ledger)
+        again = self._ledger.settle(running.trial, outcome)
+        self._progress.end(running, outcome, self._ledger, again=again)
         if outcome.because == NO_PARAMETER:
             raise TrialError(
                 f"Trial {running.trial.number} of {self._objective.label} asked for no "
@@ -171,7 +171,7 @@ class Search:
             )
         if outcome.how in ("complete", "pruned"):
             self._has_succeeded = True
-        elif outcome.how in ("failed", "lost"):
+        elif not again:
             self._failures.append(outcome)
             if len(self._failures) >= _HOPELESS and not self._has_succeeded:
                 raise all_failed(

@@ -89,8 +89,8 @@ class Database:
         return self._insist(
             action,
             PATIENCE_SECONDS,
-            "Nothing is lost: trials that "
-            "ended are kept in the run folder, and the same call goes on with them.",
+            "Nothing is lost: trials that ended are kept in the run folder, and the "
+            "same call goes on with them.",
         )
 
     def _open(self, url: str) -> "RDBStorage":

@@ -167,7 +167,7 @@ class _Session:
 
     def work(self, stop: StopRequests) -> tuple[TuneReport, Outcome]:
         """Runs what is missing, and sums up."""
-        same = _has_same_code(self._study, self._wish.objective)
+        same = _has_same_code(self._study, self._database, self._wish.objective)
         with _noted(self._folder, len(self._wish.deal.slots)) as notes, self._progress:
             self._ledger.recover()
             if not same:
@@ -181,7 +181,8 @@ class _Session:
                 raise
             notes.append(how)
         _keep_code(self._study, self._database, self._wish.objective)
-        done = replace(self._report(), importance=importance_of(self._study))
+        importance = self._database.do(lambda: importance_of(self._study))
+        done = replace(self._report(), importance=importance)
         self._show(done)
         if how == "finished" and not done.complete:
             raise all_failed(
@@ -298,9 +299,9 @@ def _sampler(study: "Study", database: Database, seed: int | None) -> "BaseSampl
     return sampler
 
 
-def _has_same_code(study: "Study", objective: Objective) -> bool:
+def _has_same_code(study: "Study", database: Database, objective: Objective) -> bool:
     """Whether the objective is in the state in which the study last ran."""
-    before = study.user_attrs.get(_CODE)
+    before = database.do(lambda: study.user_attrs).get(_CODE)
     return before is None or before == objective.digest()
 
 

@@ -136,7 +136,6 @@ def main() -> None:
         objective = load(told)
     except BaseException as error:
         _end(line, failure={**describe(error, told["file"]), "loading": True})
-    line.say(loaded=True)
     try:
         value = objective(Trial(line, told))
     except BaseException as error:
