@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
+from meshwright.trials import storage
 
 import pytest
 
@@ -105,11 +106,14 @@ def test_a_server_that_is_restarted_loses_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
+    is_missed = threading.Event()
+    monkeypatch.setattr(storage, "_pause", is_missed.set)
+
     def restart() -> None:
         wait_for(Path("at-0"))
         server.stop()
         Path("go").touch()
-        time.sleep(1.0)
+        is_missed.wait(60)
         server.start()
 
     restarting = threading.Thread(target=restart)

@@ -149,12 +149,12 @@ def test_a_trial_is_not_tried_more_often_than_was_said(tune: Tune) -> None:
 
 
 def test_a_trial_that_hangs_is_ended_and_tried_again(tune: Tune) -> None:
-    found = tune("hangs_once", 2, trial_timeout=1.5)
+    found = tune("hangs_once", 2, trial_timeout=3.0)
     assert [t.state for t in found.trials] == ["complete"] * 2
     first, second, *_ = asked()
     assert first == second
     assert found.trials[0].because == (
-        'it took longer than 1.5 s; it was at File "objectives.py", line '
+        'it took longer than 3 s; it was at File "objectives.py", line '
         f"{line_of('time.sleep(1000)')} in hangs_once"
     )
 
@@ -214,6 +214,8 @@ def test_the_same_call_goes_on_until_the_study_has_its_trials(
     assert "goes on after the 2 trials that have ended" in capsys.readouterr().out
     assert tune("plain", 4).trials == more.trials
     assert "there is nothing to do" in capsys.readouterr().out
+    again = tune("plain", 2, name="again")
+    assert [t.params for t in again.trials] == [t.params for t in first.trials]
 
 
 def test_a_study_of_the_same_name_with_another_direction_or_objective_is_refused(
@@ -316,14 +318,39 @@ def test_a_database_that_is_locked_is_told_and_nothing_is_touched(
     assert tune("plain", 1).trials == found.trials
 
 
+class Holder(threading.Thread):
+    """Locks the database of `counted` while its first trial is about to end.
+
+    Attributes:
+        may_end: Lets go of the database.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self._folder = Path.cwd()
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 60
+        while not (self._folder / "at-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        file = self._folder / "runs/objectives-counted/study.db"
+        held = sqlite3.connect(file, timeout=30)
+        held.execute("BEGIN EXCLUSIVE")
+        (self._folder / "go").touch()
+        self.may_end.wait(60)
+        held.close()
+
+
 def test_a_database_that_is_away_for_a_while_loses_nothing(
     tune: Tune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    holder = Holder()
     monkeypatch.setattr(storage, "_CONNECT_SECONDS", 0.1)
-    held = threading.Thread(target=_hold_while_trials_end, args=("counted", 0.8))
-    held.start()
+    monkeypatch.setattr(storage, "_pause", holder.may_end.set)
+    holder.start()
     found = tune("counted", 2)
-    held.join()
+    holder.join()
     assert found.count("complete") == 2
     assert len(asked()) == 2
     said = capsys.readouterr().out
@@ -334,33 +361,19 @@ def test_a_database_that_is_away_for_a_while_loses_nothing(
 def test_a_result_that_could_not_be_written_down_is_written_down_later(
     tune: Tune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(storage, "_CONNECT_SECONDS", 0.1)
-    monkeypatch.setattr(storage, "PATIENCE_SECONDS", 0.0)
-    held = threading.Thread(target=_hold_while_trials_end, args=("counted", 3.0))
-    held.start()
-    with pytest.raises(StudyError, match="Nothing is lost: trials that ended are kept"):
-        tune("counted", 1)
-    held.join()
-    monkeypatch.undo()
-    os.chdir(held.name)
+    holder = Holder()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_CONNECT_SECONDS", 0.1)
+        patch.setattr(storage, "PATIENCE_SECONDS", 0.0)
+        holder.start()
+        with pytest.raises(StudyError, match="Nothing is lost: trials that ended are"):
+            tune("counted", 1)
+        holder.may_end.set()
+        holder.join()
     found = tune("counted", 1)
     assert found.trials[0].value == asked()[0]
     assert len(asked()) == 1, "it did not run again"
     assert "trial 0 had ended, and is written down now" in capsys.readouterr().out
-
-
-def _hold_while_trials_end(name: str, seconds: float) -> None:
-    """Locks the database while the first trial is about to end."""
-    threading.current_thread().name = os.getcwd()
-    deadline = time.monotonic() + 60
-    while not Path("at-0").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    file = Path(f"runs/objectives-{name}/study.db")
-    holder = sqlite3.connect(file, timeout=30)
-    holder.execute("BEGIN EXCLUSIVE")
-    Path("go").touch()
-    time.sleep(seconds)
-    holder.close()
 
 
 def test_a_database_that_cannot_be_reached_is_told_without_its_password(

@@ -129,7 +129,7 @@ class Database:
                         f"the database does not answer: {_reason(error)}; waiting"
                     )
                     told = True
-                time.sleep(_PAUSE_SECONDS)
+                _pause()
             else:
                 if told:
                     self.waited += time.monotonic() - began
@@ -153,6 +153,10 @@ class Database:
             f"A study is kept in a database that answers. {lost}",
             change,
         )
+
+
+def _pause() -> None:
+    time.sleep(_PAUSE_SECONDS)
 
 
 def _with_driver(url: str) -> str:
