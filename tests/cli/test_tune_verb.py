@@ -128,6 +128,7 @@ def test_the_result_is_told_with_its_place_and_failures_have_their_status(
     assert call(f"{OBJECTIVES}:no_such", "--devices", "1") == 1
     error = capsys.readouterr().err
     assert "cannot be loaded: LookupError: there is no function 'no_such'" in error
+    assert "stands under if __name__ == '__main__':. All of the error is in" in error
     assert call(str(tmp_path / "nothing.py")) == 2
     assert "nothing.py is not there" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["runs"]

@@ -143,6 +143,31 @@ def shared(trial: Any) -> float:
     return x
 
 
+def any_values(trial: Any) -> float:
+    """Gives and takes what is not quite JSON."""
+    import numpy as np
+
+    x = trial.suggest_float("x", np.float32(0), np.float64(1))
+    layers = trial.suggest_categorical("layers", [(64, 32), (16,)])
+    assert isinstance(layers, tuple)
+    assert trial.suggest_categorical("one", [True, 1]) in (True, 1)
+    assert trial.suggest_categorical("none", [None]) is None
+    trial.report(np.float32(x), np.int64(3))
+    trial.set_user_attr("half", np.float32(0.5))
+    assert trial.params["x"] == x
+    assert trial.user_attrs["half"] == 0.5
+    wrongs: list[Any] = [
+        lambda: trial.study,
+        lambda: trial.set_user_attr("x", object()),
+    ]
+    for wrong in wrongs:
+        try:
+            wrong()
+        except (AttributeError, TypeError) as error:
+            print(error)
+    return np.float64(x)
+
+
 class Shifted:
     """An objective with a state."""
 

@@ -159,6 +159,18 @@ def test_a_trial_that_hangs_is_ended_and_tried_again(tune: Tune) -> None:
     )
 
 
+def test_values_of_numpy_and_tuples_come_and_go(tune: Tune) -> None:
+    found = tune("any_values", 2)
+    assert [t.because for t in found.trials] == ["", ""]
+    for trial in found.trials:
+        assert trial.reports == {3: pytest.approx(trial.value)}
+        assert trial.user_attrs == {"half": 0.5}
+    said = logs_of(found)
+    assert "A trial in a process of its own has no 'study'; it has number, " in said
+    assert " (a object) does not fit into JSON" in said
+    assert json.dumps(found.to_json(), allow_nan=False)
+
+
 def test_what_is_no_number_fails_and_the_rest_counts(tune: Tune) -> None:
     found = tune("not_numbers", 4)
     assert [t.because for t in found.trials] == [

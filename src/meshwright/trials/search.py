@@ -146,7 +146,8 @@ class Search:
                     f"The objective {self._objective.label} cannot be loaded: {error}.",
                     "The process of a trial runs the objective's file up to mw.tune, "
                     "or imports its module.",
-                    f"See {running.log} for all of it.",
+                    "What is not meant for it stands under if __name__ == "
+                    f"'__main__':. All of the error is in {running.log}.",
                 ) from error
             running.hurry(self._timeout)
             if running.has_ended:

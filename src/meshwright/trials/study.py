@@ -235,7 +235,7 @@ def importance_of(study: "Study") -> dict[str, float]:
         found = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
-    except (ValueError, RuntimeError, ImportError):  # too few trials, or all alike
+    except (ValueError, TypeError, RuntimeError):  # too few trials, or all alike
         return {}
     return {name: round(float(share), 6) for name, share in found.items()}
 

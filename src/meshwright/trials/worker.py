@@ -91,8 +91,14 @@ class Trial:
         return self._line.ask("suggest_int", name, low, high, step=step, log=log)
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of some values."""
-        return self._line.ask("suggest_categorical", name, list(choices))
+        """One of some values, as it stands there; tuples come back as tuples."""
+        told = json.loads(json.dumps(list(choices), default=_plain))
+        chosen = self._line.ask("suggest_categorical", name, told)
+        return next(
+            choice
+            for choice, words in zip(choices, told, strict=True)
+            if words == chosen and type(words) is type(chosen)  # 1 is not True
+        )
 
     def report(self, value: float, step: int) -> None:
         """Tells how good it is after a step."""
@@ -233,7 +239,9 @@ def _end(line: Line, **facts: Any) -> NoReturn:
 
 def _plain(value: Any) -> Any:
     """NumPy's and JAX's numbers as Python's."""
-    return value.item()
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{value!r} (a {type(value).__name__}) does not fit into JSON")
 
 
 if __name__ == "__main__":
