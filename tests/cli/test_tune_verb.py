@@ -26,7 +26,7 @@ def call(*arguments: str) -> int:
     return stopped.value.code
 
 
-def start(folder: Path, *options: str) -> "subprocess.Popen[str]":
+def start(folder: Path) -> "subprocess.Popen[str]":
     """A launcher that runs the first trial, which waits for the file `go`."""
     for at in folder.glob("at-*"):
         at.unlink()
@@ -39,7 +39,6 @@ def start(folder: Path, *options: str) -> "subprocess.Popen[str]":
             "3",
             "--devices",
             "1",
-            *options,
         ],
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -60,7 +59,9 @@ def pids_in(folder: Path) -> list[int]:
     return [int(text) for at in folder.glob("at-*") if (text := at.read_text())]
 
 
-def test_a_study_survives_what_is_done_to_its_launchers(tmp_path: Path) -> None:
+def test_a_study_survives_what_is_done_to_its_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     killed = start(tmp_path)
     (trial,) = pids_in(tmp_path)
     killed.kill()
@@ -94,9 +95,13 @@ def test_a_study_survives_what_is_done_to_its_launchers(tmp_path: Path) -> None:
     assert "1 of 3" in said
     assert "Traceback" not in said
 
-    last = start(tmp_path, "--json")
-    found = json.loads(last.communicate(timeout=60)[0])
-    assert last.returncode == 0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["meshwright", "tune", "..."])
+    capsys.readouterr()
+    assert (
+        call(f"{OBJECTIVES}:counted", "--trials", "3", "--devices", "1", "--json") == 0
+    )
+    found = json.loads(capsys.readouterr().out)
     assert [t["state"] for t in found["trials"]] == ["complete"] * 3
     asked = [float(x) for x in (tmp_path / "asked").read_text().split()]
     assert asked[0] == asked[1] == asked[2] == found["trials"][0]["value"]
