@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.devices.table import placement
     from meshwright.parallel.plan import Plan
     from meshwright.planner.report import PlanReport
+    from meshwright.report.tuning import tune
     from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
     from meshwright.strategies.central_storage import CentralStorage
@@ -80,6 +81,7 @@ __all__ = [
     "scaled_lr",
     "set_placement_log",
     "set_soft_placement",
+    "tune",
     "verify",
 ]
 
@@ -112,6 +114,7 @@ _HOMES = {
     "scaled_lr": "train.learning_rate",
     "set_placement_log": "devices.placement",
     "set_soft_placement": "devices.placement",
+    "tune": "report.tuning",
     "verify": "strategies.verification",
 }
 

@@ -24,6 +24,8 @@
     ├── PlanError                 (ValueError)    degrees that do not make a plan
     ├── ProfileError              (ValueError)    a model whose shapes are not known
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
+    ├── StudyError                (RuntimeError)  a study that cannot be worked on
+    ├── TrialError                (RuntimeError)  trials of which none has a value
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
     ├── LearningRateError         (ValueError)    rates, rules, batches that are none
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
@@ -233,6 +235,27 @@ class RuleError(MeshwrightError, ValueError):
 
 class StrategyError(MeshwrightError, RuntimeError):
     """A strategy, scope or model used in a way that cannot run on a mesh."""
+
+
+class StudyError(MeshwrightError, RuntimeError):
+    """An objective, a study or its database that `mw.tune` cannot work with."""
+
+
+class TrialError(MeshwrightError, RuntimeError):
+    """An objective that fails in every trial, or that there is nothing to search for.
+
+    Attributes:
+        exit_code: 8 if its values are not finite, 1 otherwise.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self, received: str, rule: str, change: str, *, is_numeric: bool = False
+    ) -> None:
+        super().__init__(received, rule, change)
+        if is_numeric:
+            self.exit_code = NumericError.exit_code  # type: ignore[misc]
 
 
 class LearningRateError(MeshwrightError, ValueError):

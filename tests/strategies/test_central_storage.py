@@ -252,3 +252,17 @@ def test_own_steps_that_need_all_in_one_place_are_refused(
         trained(model, central())
     numbered = re.compile(r"(adam|dense)_\d+")
     assert numbered.sub(r"\1", str(caught.value)).split("\n") == told
+
+
+@pytest.mark.parametrize(
+    "make", [mw.CentralStorage, lambda **levers: mw.LocalSGD(8, **levers)]
+)
+def test_strategies_with_updates_of_their_own_keep_the_state_at_hand(make: Any) -> None:
+    with pytest.raises(PlanError) as raised:
+        make(offload=True)
+    found = raised.value
+    assert found.received.endswith(" received offload=True.")
+    assert [found.rule, found.change] == [
+        "It updates weights in a way of its own, with the optimizer's state at hand.",
+        "Leave offload out, or use mw.Mirrored() or mw.FSDP().",
+    ]

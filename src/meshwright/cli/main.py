@@ -14,6 +14,7 @@ from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
 from meshwright.cli.report import report
 from meshwright.cli.train import train
+from meshwright.cli.tune import tune
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
@@ -28,7 +29,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, report, train):
+for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, report, train, tune):
     cli.add_command(_verb)
 
 

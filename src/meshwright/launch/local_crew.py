@@ -3,14 +3,13 @@
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
-from meshwright.launch import guard
 from meshwright.launch.crew import Ended, Event
+from meshwright.launch.guarding import Guard
 from meshwright.launch.local_worker import LocalWorker
 from meshwright.launch.loopback import free_port
 from meshwright.launch.shares import exempt_from_proxies, shares_of_host
@@ -59,7 +58,7 @@ class LocalCrew:
         self._on_terminal = on_terminal
         self._workers: dict[int, LocalWorker] = {}
         self._left: list[Event] = []
-        self._guard = _start_guard()
+        self._guard = Guard()
         self._memory = _memory_of_host()
         self._out_of_memory = 0
 
@@ -96,7 +95,7 @@ class LocalCrew:
                 terminal=order.rank in self._on_terminal,
             )
             self._workers[order.rank] = worker
-            self._tell_guard("+", worker)
+            self._guard.watch(worker.process.pid)
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Sends a signal to workers that live; to all if none are named."""
@@ -117,20 +116,13 @@ class LocalCrew:
         for worker in self._workers.values():
             worker.kill()
             self._left += worker.close()
-            self._tell_guard("-", worker)
+            self._guard.forget(worker.process.pid)
         self._workers.clear()
 
     def close(self) -> None:
         """Kills what lives, and lets go of the host."""
         self.kill()
-        with contextlib.suppress(OSError):
-            self._guard.stdin.close()  # type: ignore[union-attr]
-        self._guard.wait()
-
-    def _tell_guard(self, sign: str, worker: LocalWorker) -> None:
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):  # without a guard, workers watch themselves
-            self._guard.stdin.write(f"{sign}{worker.process.pid}\n".encode())
+        self._guard.close()
 
     def _explain(self, ended: Ended) -> Ended:
         return Ended(
@@ -140,17 +132,6 @@ class LocalCrew:
             memory_of_host=self._memory,
             killed_for_memory=_out_of_memory_kills() > self._out_of_memory,
         )
-
-
-def _start_guard() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        bufsize=0,
-    )
 
 
 def _memory_of_host() -> int:

@@ -37,7 +37,31 @@ def shares_of_host(
     gpus = _visible_gpus(environment)
     if gpus:
         return _share_gpus(gpus, num_processes)
-    return _share_cores(_usable_cores(), num_processes)
+    return tuple(
+        Share(cores=piece, says=_says_cores(piece))
+        for piece in share_cores(usable_cores(), num_processes)
+    )
+
+
+def share_cores(
+    cores: Sequence[int], num_processes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Cores in equal parts; empty parts, which mean all cores, if there are too few.
+
+    >>> share_cores([0, 1, 2, 3, 4], 2), share_cores([0], 2)
+    (((0, 1), (2, 3)), ((), ()))
+    """
+    each = len(cores) // num_processes
+    if num_processes == 1 or not each:
+        return ((),) * num_processes
+    return tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(num_processes))
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may run on; none where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return []
 
 
 def exempt_from_proxies(address: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -89,21 +113,7 @@ def _share_gpus(gpus: Sequence[str], num_processes: int) -> tuple[Share, ...]:
     )
 
 
-def _share_cores(cores: Sequence[int], num_processes: int) -> tuple[Share, ...]:
-    each = len(cores) // num_processes
-    if num_processes == 1 or not each:
-        return tuple(Share(says="all cores") for _ in range(num_processes))
-    pieces = [tuple(cores[i * each : (i + 1) * each]) for i in range(num_processes)]
-    return tuple(
-        Share(
-            cores=piece,
-            says=f"{'core' if each == 1 else 'cores'} {', '.join(map(str, piece))}",
-        )
-        for piece in pieces
-    )
-
-
-def _usable_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return []
+def _says_cores(cores: Sequence[int]) -> str:
+    if not cores:
+        return "all cores"
+    return f"{'core' if len(cores) == 1 else 'cores'} {', '.join(map(str, cores))}"

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,8 @@ class StopRequests:
             end.setblocking(False)
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets only the main thread hear of signals
         for number in _SIGNALS:
             # Under nohup it stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -20,7 +20,8 @@ body { font: 16px/1.5 system-ui, sans-serif; background: var(--back);
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .5rem; }
 p.under, caption, summary { color: var(--faint); }
 figure { margin: 0; } svg { width: 100%; height: auto; font-size: 12px; }
-svg text { fill: var(--text); } svg .faint { fill: var(--faint); }
+svg text { fill: var(--text); paint-order: stroke; stroke: var(--back);
+  stroke-width: 3px; } svg .faint { fill: var(--faint); }
 svg .rule { stroke: var(--rule); fill: none; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }

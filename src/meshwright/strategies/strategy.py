@@ -85,6 +85,13 @@ class Strategy:
                 "data x fsdp x tensor x stages is the number of devices.",
                 "Change a degree, or pass the devices to use as devices=[...].",
             )
+        if plan.offload and not self.is_a_plan:
+            raise PlanError(
+                f"{type(self).__name__} received offload=True.",
+                "It updates weights in a way of its own, with the optimizer's state "
+                "at hand.",
+                "Leave offload out, or use mw.Mirrored() or mw.FSDP().",
+            )
         self.plan = plan
         self.devices = devices
         self.pace: dict[str, Pace] = {}
