@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## devices, placement, a small training
+demo: $(STAMP)  ## the whole story in under two minutes
 	@$(BIN)/meshwright demo
 
 test: $(STAMP)  ## the whole test suite

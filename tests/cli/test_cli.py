@@ -193,10 +193,11 @@ def test_every_error_has_an_exit_code_of_the_table() -> None:
 
 
 @pytest.mark.processes
-def test_the_demo_shows_what_it_says() -> None:
+def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
     inherited = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     done = subprocess.run(
         [sys.executable, "-m", "meshwright.cli.main", "demo", "--json"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         env=inherited,
@@ -213,4 +214,10 @@ def test_the_demo_shows_what_it_says() -> None:
     assert facts["mesh"]["equal"]
     assert facts["mesh"]["accuracy"] == facts["training"]["accuracy"]
     assert facts["memory_limit"].startswith("train_step of ")
+    assert facts["plan"]
+    (scaling,) = facts["scaling"]
+    assert [row["devices"] for row in scaling["rows"]] == [1, 2, 4]
+    report = (tmp_path / facts["report"]).read_text()
+    assert "finished after step 100" in report
+    assert "were considered" in report, "the plan was chosen, and is argued for"
     assert facts["seconds"] < 120
