@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _STRATEGY = "_meshwright_strategy"
 _CUT = "_meshwright_cut"
+_PLACE = "_meshwright_place"
 
 
 def attach(model: Any, strategy: "Strategy") -> None:
@@ -198,14 +199,25 @@ def _move(variable: Any, target: NamedSharding) -> None:
     value = variable._value
     if value is None:
         return
-    is_partly_here = belongs_to_some(target) and value.sharding != target
+    # Arrays that only some processes have do not look alike in all of them, so it is
+    # remembered instead of seen that they are where they belong.
+    was_moved = getattr(variable, _PLACE, None) == target
+    setattr(variable, _PLACE, target)
     is_own = not target.is_fully_addressable and value.is_fully_addressable
-    if is_partly_here or is_own:
+    if (not was_moved) if belongs_to_some(target) else is_own:
         from jax.experimental import multihost_utils
 
         # Every process made its own; the first one's counts.
-        value = np.asarray(multihost_utils.broadcast_one_to_all(to_host(value)))
-        # Devices of some processes may have no part of it, so they are told its type.
+        value = np.asarray(multihost_utils.broadcast_one_to_all(_host_value(value)))
+        # Processes that have no part of an array are told its type.
         given, dtype = value.__getitem__, value.dtype
         value = jax.make_array_from_callback(value.shape, target, given, dtype=dtype)
     variable._direct_assign(value)
+
+
+def _host_value(value: Any) -> Any:
+    """A value to be sent by the first process; others may have nothing of it."""
+    if value.is_fully_addressable:
+        return np.asarray(value)
+    has_nothing = belongs_to_some(value.sharding) and not value.addressable_shards
+    return np.zeros(value.shape, value.dtype) if has_nothing else to_host(value)

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-Leaf = tuple[tuple[int, ...], Any, bool]
-"""Of an array of a batch: shape, type, and whether it has a part for each worker."""
+Leaves = tuple[tuple[tuple[int, ...], Any, bool], ...]
+"""Of the arrays of a batch: shape, type, and whether there is a part for each worker.
+"""
 
 SEED = "seed_generator_state"
 """What Keras calls the state of its seeds."""
@@ -115,20 +116,25 @@ class LocalPrograms:
             parts = cut.cut(batch)
             return accumulated_step(model, state, parts, lambda size: nullcontext())
 
-    def _on_batch(self, size: int, leaves: Any, structure: Any) -> Any:
-        return self._on_given(size, leaves, structure, 1, None)
+    def _on_batch(self, size: int, leaves: Leaves, structure: Any) -> Any:
+        return self._on_given(size, leaves, structure, 0, 1, of_each=False)
 
     def _on_stack(
-        self, size: int, leaves: Any, structure: Any, num_steps: int, of_each: bool
+        self, size: int, leaves: Leaves, structure: Any, num_steps: int, of_each: bool
     ) -> Any:
-        return self._on_given(size, leaves, structure, num_steps, of_each)
+        return self._on_given(size, leaves, structure, 1, num_steps, of_each=of_each)
 
     def _on_given(
-        self, size: int, leaves: Any, structure: Any, num_steps: int, stacked: Any
+        self,
+        size: int,
+        leaves: Leaves,
+        structure: Any,
+        lead: int,
+        num_steps: int,
+        *,
+        of_each: bool,
     ) -> Any:
-        """Steps on batches from the host; `leaves` are shapes, types, and if shared."""
-        is_stack = stacked is not None
-        lead = 1 if is_stack else 0
+        """Steps on batches from the host, which have `lead` dims of a stack."""
         shared = [is_shared for *_, is_shared in leaves]
 
         def of_share(number_of_samples: int) -> Shapes:
@@ -146,14 +152,13 @@ class LocalPrograms:
                 jnp.squeeze(leaf, lead) if is_own else leaf
                 for leaf, is_own in zip(jax.tree.leaves(batches), shared, strict=True)
             ]
-            chosen = [leaf[number] for leaf in mine] if is_stack else mine
+            chosen = [leaf[number] for leaf in mine] if lead else mine
             return jax.tree.unflatten(structure, chosen)
 
         stacks = (None,) * lead
         own = PartitionSpec(*stacks, self.workers.axes)
         specs = [own if is_own else PartitionSpec() for is_own in shared]
         specs = jax.tree.unflatten(structure, specs)
-        of_each = bool(stacked)
         return self._program(size, of_share, pick, (specs,), num_steps, of_each)
 
     def _on_arrays(
