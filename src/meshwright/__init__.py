@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.strategies.verification import verify
     from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.warmup import Warmup
+    from meshwright.trials.ensemble import Ensemble
 
 start_up()
 del start_up
@@ -50,6 +51,7 @@ __all__ = [
     "FSDP",
     "Auto",
     "Device",
+    "Ensemble",
     "Hybrid",
     "Layerwise",
     "Mirrored",
@@ -80,6 +82,7 @@ _HOMES = {
     "FSDP": "strategies.names",
     "Auto": "strategies.automatic",
     "Device": "devices.device",
+    "Ensemble": "trials.ensemble",
     "Hybrid": "strategies.names",
     "Layerwise": "strategies.names",
     "Mirrored": "strategies.names",
