@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 600
 _turns: Counter[str] = Counter()
 
 
-def say_to_all(topic: str, word: str, patience: int = PATIENCE_SECONDS) -> list[str]:
+def say_to_all(topic: str, word: str, patience: int | None = None) -> list[str]:
     """Says a word, waits for those of all processes, and returns them by process.
 
     All processes say as many words on a topic, in the same order.
@@ -26,7 +26,8 @@ def say_to_all(topic: str, word: str, patience: int = PATIENCE_SECONDS) -> list[
     Arguments:
         topic: What it is about.
         word: The word.
-        patience: Seconds to wait for those of the others.
+        patience: Seconds to wait for those of the others; `PATIENCE_SECONDS` if left
+            out.
     """
     if process_count() == 1:
         return [word]
@@ -34,6 +35,7 @@ def say_to_all(topic: str, word: str, patience: int = PATIENCE_SECONDS) -> list[
     _turns[topic] += 1
     client = global_state.client
     client.key_value_set(f"{turn}/{process_index()}", word)
+    patience = patience or PATIENCE_SECONDS
     words = [
         _hear(f"{turn}/{process}", process, patience)
         for process in range(process_count())

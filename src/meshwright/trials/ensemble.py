@@ -236,8 +236,9 @@ class Ensemble:
         >>> ensemble = mw.Ensemble([classifier([b, 0.0]) for b in (1.0, 2.0, -9.0)])
         >>> ensemble.predict(np.zeros((2, 3)), combine="vote")
         array([0, 0])
-        >>> ensemble.predict(np.zeros((2, 3))).round(2).tolist()
-        [[0.54, 0.46], [0.54, 0.46]]
+        >>> ensemble.predict(np.zeros((2, 3))).round(2)
+        array([[0.54, 0.46],
+               [0.54, 0.46]], dtype=float32)
         """
         shares = check_combine(combine, weights, len(self))
         _check_data("predict", "x", x)

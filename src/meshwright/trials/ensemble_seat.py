@@ -20,6 +20,9 @@ import numpy as np
 _ATTRIBUTES = ("_meshwright_strategy", "_meshwright_cut", STEP_MAKER, INTAKE_MAKER)
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
+LOOK_SECONDS = 0.5
+"""How often the main thread looks whether it was interrupted."""
+
 Result = TypeVar("Result")
 
 
@@ -172,7 +175,9 @@ def run_side_by_side(
     with ThreadPoolExecutor(len(by_device), "meshwright-member") as pool:
         running = [pool.submit(run_all, own) for own in by_device.values()]
         try:
-            wait(running)
+            # Signals that another thread got are seen when a wait ends.
+            while wait(running, LOOK_SECONDS).not_done:
+                pass
         except BaseException:  # Ctrl-C; a training ends with the step that it is at
             stop.set()
             for seat in seats:
