@@ -10,6 +10,7 @@ from meshwright.cli.ckpt import ckpt
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
+from meshwright.cli.each import each
 from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
@@ -27,7 +28,7 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, train):
+for _verb in (bench, chaos, ckpt, demo, devices, doctor, each, plan, train):
     cli.add_command(_verb)
 
 

@@ -59,7 +59,7 @@ class LocalCrew:
         self._on_terminal = on_terminal
         self._workers: dict[int, LocalWorker] = {}
         self._left: list[Event] = []
-        self._guard = _start_guard()
+        self._guard = start_guard()
         self._memory = _memory_of_host()
         self._out_of_memory = 0
 
@@ -142,7 +142,8 @@ class LocalCrew:
         )
 
 
-def _start_guard() -> "subprocess.Popen[bytes]":
+def start_guard() -> "subprocess.Popen[bytes]":
+    """Starts the process that ends what a launcher that was killed leaves behind."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__],
         stdin=subprocess.PIPE,
