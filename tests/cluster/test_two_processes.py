@@ -13,7 +13,7 @@ from meshwright.launch.loopback import free_port
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
-NUM_CASES = 31
+NUM_CASES = 32
 
 
 @pytest.mark.processes

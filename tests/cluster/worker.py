@@ -18,7 +18,14 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.cluster import store
-from meshwright.errors import DataError, EnsembleError, PeerLostError, StrategyError
+from meshwright.errors import (
+    CheckpointError,
+    DataError,
+    EnsembleError,
+    PeerLostError,
+    StrategyError,
+)
+from meshwright.trials.ensemble_folder import save_members
 
 import jax
 import keras
@@ -330,6 +337,21 @@ def weights_of_members_are_those_of_their_own_process() -> None:
     assert same_everywhere([w for m in ensemble.members for w in m.get_weights()])
 
 
+def a_folder_that_one_process_does_not_see_stops_all() -> None:
+    is_first = mw.process_index() == 0
+    folder = tempfile.mkdtemp()
+    if not is_first:
+        save_members(Path(folder), [model_without_a_seed()])
+    with pytest.raises(CheckpointError if is_first else PeerLostError) as caught:
+        mw.Ensemble.load(folder)
+    shutil.rmtree(folder)
+    if not is_first:
+        assert str(caught.value).startswith(
+            "Process 1 heard from another one that process 0 failed with "
+            "'CheckpointError: Ensemble.load found no manifest at "
+        )
+
+
 def members_that_differ_between_processes_are_refused() -> None:
     members = [model_without_a_seed() for _ in range(1 + mw.process_index())]
     with pytest.raises(EnsembleError) as caught:
@@ -379,6 +401,7 @@ CASES: list[Callable[[], None]] = [
     who_says_nothing_is_named,
     members_are_spread_over_processes_and_end_as_they_would_alone,
     weights_of_members_are_those_of_their_own_process,
+    a_folder_that_one_process_does_not_see_stops_all,
     members_that_differ_between_processes_are_refused,
     a_member_that_fails_in_another_process_stops_all,
 ]

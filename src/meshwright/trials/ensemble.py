@@ -13,7 +13,7 @@ from meshwright.devices.apart import Chance
 from meshwright.devices.device import Device
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.runtime import jax_devices
-from meshwright.errors import EnsembleError, NumericError
+from meshwright.errors import CheckpointError, EnsembleError, NumericError
 from meshwright.trials.ensemble_combining import (
     Combine,
     check_combine,
@@ -314,7 +314,7 @@ class Ensemble:
                 save_members(Path(folder), self.members)
             except Exception as error:
                 failures[0] = error
-        share_failures(failures, {0: "the folder"})
+        share_failures(failures, {0: "process 0"})
 
     @classmethod
     def load(
@@ -336,7 +336,14 @@ class Ensemble:
         Raises:
             CheckpointError: There is no ensemble, or it is damaged.
         """
-        return cls(load_members(Path(folder), custom_objects, safe_mode), devices)
+        here, members = process_index(), []
+        failures: dict[int, Exception] = {}
+        try:
+            members = load_members(Path(folder), custom_objects, safe_mode)
+        except CheckpointError as error:
+            failures[here] = error
+        share_failures(failures, {p: f"process {p}" for p in range(process_count())})
+        return cls(members, devices)
 
     def _side_by_side(self, work: Callable[[Seat], Any]) -> dict[int, Any]:
         """What came of the members of this process; raises if one failed anywhere."""

@@ -1,12 +1,13 @@
 """What the members of an ensemble in one process have for all others."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.cluster.identity import process_count, process_index
 from meshwright.cluster.store import say_to_all
-from meshwright.devices.containers import map_leaves
+from meshwright.devices.containers import map_leaves, named_leaves
 from meshwright.errors import EnsembleError, PeerLostError
 
 import jax.numpy as jnp
@@ -84,20 +85,19 @@ def share_arrays(own: Mapping[int, Any]) -> dict[int, Any]:
         return dict(own)
     from jax.experimental import multihost_utils
 
-    forms = {number: map_leaves(_form, tree) for number, tree in own.items()}
-    order = say_to_all(_TOPIC, json.dumps(list(forms.items())), PATIENCE_SECONDS)
-    pieces: list[bytes] = []
-    for tree in own.values():
-        map_leaves(lambda leaf: pieces.append(np.asarray(leaf).tobytes()), tree)
-    data = np.frombuffer(b"".join(pieces), np.uint8)
-    lengths = [int(word) for word in say_to_all(_TOPIC, str(len(data)))]
-    padded = np.zeros(max(lengths), np.uint8)
-    padded[: len(data)] = data
-    everything = multihost_utils.process_allgather(padded)
+    forms = [(number, map_leaves(_form, tree)) for number, tree in own.items()]
+    words = say_to_all(_TOPIC, json.dumps(forms), PATIENCE_SECONDS)
+    said = [json.loads(word) for word in words]
+    data = b"".join(np.asarray(leaf).tobytes() for leaf in _leaves(own))
+    # A collective has pieces of the same size.
+    longest = max(1, *(sum(map(_num_bytes, _leaves(forms))) for forms in said))
+    padded = np.zeros(longest, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
     found: dict[int, Any] = {}
-    for words, row in zip(order, np.asarray(everything), strict=True):
-        rest = memoryview(row.tobytes())
-        for number, form in json.loads(words):
+    for forms, row in zip(said, rows, strict=True):
+        rest = np.ascontiguousarray(row).data
+        for number, form in forms:
             found[number], rest = _read(form, rest)
     return dict(sorted(found.items()))
 
@@ -124,8 +124,24 @@ def _read(form: Any, rest: memoryview) -> tuple[Any, memoryview]:
 
 
 def _read_array(form: str, rest: memoryview) -> tuple[Any, memoryview]:
+    kind, shape = _parse(form)
+    size = _num_bytes(form)
+    return np.frombuffer(rest[:size], kind).reshape(shape).copy(), rest[size:]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in named_leaves("", tree)]
+
+
+def _num_bytes(form: Any) -> int:
+    """Of the array of a form; numbers of members beside it have none."""
+    if not isinstance(form, str):
+        return 0
+    kind, shape = _parse(form)
+    return math.prod(shape) * kind.itemsize
+
+
+def _parse(form: str) -> tuple["np.dtype[Any]", tuple[int, ...]]:
     name, _, numbers = form.partition(":")
     shape = tuple(int(number) for number in numbers.split(",") if number)
-    kind = np.dtype(getattr(jnp, name))
-    size = int(np.prod(shape, dtype=int)) * kind.itemsize
-    return np.frombuffer(rest[:size], kind).reshape(shape), rest[size:]
+    return np.dtype(getattr(jnp, name)), shape
