@@ -1,6 +1,8 @@
 """Several models side by side: what they answer together, and what is refused."""
 
 import _thread
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -648,3 +650,27 @@ def test_classes_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
     )
     found = mw.Ensemble.load(tmp_path, custom_objects={"Twice": Twice})
     np.testing.assert_array_equal(found.predict(X), 2 * X)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_the_example_says_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples/ensemble.py"
+    in_run = ["-Pm", "meshwright.cli.main", "train", "--processes", "2"]
+    told = [
+        subprocess.run(
+            [sys.executable, *arguments, str(example)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
+        ).stdout
+        for arguments in ([], in_run)
+    ]
+    ends = [
+        [line for line in text.splitlines() if line.startswith(("each ", "their "))]
+        for text in told
+    ]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 3
