@@ -306,6 +306,17 @@ def test_nothing_but_models_with_weights_of_their_own_makes_an_ensemble() -> Non
         "Build the layers of each member anew.",
     ):
         mw.Ensemble([b, sharing])
+    adam, other = keras.optimizers.Adam(), classifier(2)
+    for model in (a, other):
+        model.compile(adam, "mse")
+    with refusal(
+        EnsembleError,
+        "Ensemble received member 0 ('member_1') and member 1 ('member_2'), which were "
+        "compiled with the same Adam.",
+        "An optimizer remembers things of each weight, so it trains one model.",
+        "Compile each member with an optimizer of its own.",
+    ):
+        mw.Ensemble([a, other])
     with refusal(
         EnsembleError,
         "Ensemble received member 0 ('unbuilt'), which is not built.",

@@ -334,7 +334,9 @@ def _iterate_through_intake(original: Any, self: Any) -> Any:
 
 def _draw_by_own_chance(original: Any, self: Any, *args: Any) -> Iterator[Any]:
     chance, batches = own_chance(), original(self, *args)
-    return batches if chance is None else chance.draw_all(batches)
+    if chance is None or not self._shuffle:
+        return batches
+    return chance.draw_all(batches)
 
 
 def _has_tail(adapter: Any) -> bool:

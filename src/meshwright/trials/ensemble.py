@@ -373,7 +373,7 @@ class Ensemble:
             others = [n for n in range(len(self)) if n not in bad]
             raise NumericError(
                 f"fit ended with loss {lasts[first]} in epoch "
-                f"{len(self.histories[first].epoch)} of {names[first]}"
+                f"{self.histories[first].epoch[-1] + 1} of {names[first]}"
                 + (f", and likewise with {len(bad) - 1} more" if bad[1:] else "")
                 + ".",
                 "A member whose loss is no finite number stops; the others are trained "

@@ -39,6 +39,7 @@ def check_members(members: Any) -> tuple[Any, ...]:
             )
         _check_state(number, member)
     _check_sharing(members)
+    _check_optimizers(members)
     _check_ends(members, "inputs")
     _check_ends(members, "outputs")
     return tuple(members)
@@ -100,6 +101,21 @@ def _check_sharing(members: Sequence[Any]) -> None:
             other = owners.setdefault(id(variable), number)
             if other != number:
                 _refuse_shared(members, other, number, variable)
+
+
+def _check_optimizers(members: Sequence[Any]) -> None:
+    owners: dict[int, int] = {}
+    for number, member in enumerate(members):
+        optimizer = getattr(member, "optimizer", None)
+        other = owners.setdefault(id(optimizer), number)
+        if optimizer is not None and other != number:
+            raise EnsembleError(
+                f"Ensemble received {describe_member(other, members[other])} and "
+                f"{describe_member(number, member)}, which were compiled with the same "
+                f"{type(optimizer).__name__}.",
+                "An optimizer remembers things of each weight, so it trains one model.",
+                "Compile each member with an optimizer of its own.",
+            )
 
 
 def _refuse_shared(
