@@ -33,6 +33,13 @@ while not pathlib.Path(other).exists():
 print("met", other)
 """
 FAILS = "import sys; print('about to fail', file=sys.stderr); sys.exit(3)"
+GOES_ON = """
+import os, time
+text = lambda: os.path.exists("pid") and open("pid").read()
+while not text() or os.path.exists(f"/proc/{text()}"):  # until its end was noticed
+    time.sleep(0.01)
+print("done")
+"""
 WAITS = """
 import os, signal, sys, time
 {handling}
@@ -133,9 +140,10 @@ def test_one_that_fails_is_the_headline_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("fails.py").write_text(FAILS)
-    # It ends when it is seen that the other one has.
-    Path("goes_on.py").write_text("import time; time.sleep(1); print('done')")
+    Path("fails.py").write_text(
+        f"import os; open('pid', 'w').write(str(os.getpid()));{FAILS}"
+    )
+    Path("goes_on.py").write_text(GOES_ON)
     with pytest.raises(SystemExit) as stop:
         main(["each", "fails.py", "goes_on.py"])
     assert stop.value.code == 3
