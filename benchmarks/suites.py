@@ -265,9 +265,40 @@ def packed(is_short: bool) -> list[Comparison]:
     return [Comparison(name="tiny MLP", contenders=contenders, bars=bars)]
 
 
+def ensemble(is_short: bool) -> list[Comparison]:
+    """Two members on a core each against one on one core: 4 minutes.
+
+    The bar is 1.2 times the time of one.
+    """
+    found = []
+    for title, job, epochs in (
+        ("reference CNN", "cnn", "4"),
+        ("matmul-bound MLP", "matmul", "6"),
+    ):
+        sizes = [*sized(job, is_short), "--epochs", epochs]
+        contenders = [
+            Contender(
+                name=name,
+                script="ensemble_predict.py",
+                arguments=[*sizes, *more],
+                environment=CPU,
+            )
+            for name, more in (
+                ("1 member", []),
+                ("2 members", ["--members", "2"]),
+                ("stock predict", ["--stock"]),
+            )
+        ]
+        bar = Bar(ours="2 members", theirs="1 member", speedup=1 / 1.2)
+        name = f"predict of the {title}"
+        found.append(Comparison(name=name, contenders=contenders, bars=[bar]))
+    return found
+
+
 SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
     "checkpoints": checkpoints,
     "devices": devices,
+    "ensemble": ensemble,
     "start": start_up,
     "fit": fits,
     "mesh": mesh,

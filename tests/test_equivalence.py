@@ -614,6 +614,27 @@ def test_adam_equals_one_device(strategy: str) -> None:
     assert_equal_weights(model, reference, 1e-4)
 
 
+MEMBERS = ("mlp", "dropout", "clipped", "joined")
+"""Models of the same inputs and outputs, which differ in all else."""
+
+
+def test_members_of_an_ensemble_equal_one_device() -> None:
+    ensemble = mw.Ensemble([build(name) for name in MEMBERS], CPUS[2:6])
+    histories = train_ensemble(ensemble, MEMBERS[0])
+    for name, member, found in zip(MEMBERS, ensemble.members, histories, strict=True):
+        reference, expected = trained_alone(name)
+        assert_equal_weights(member, reference, 2e-5)
+        assert found.history.keys() == expected.keys()
+        for key, values in expected.items():
+            np.testing.assert_allclose(found.history[key], values, rtol=1e-4)
+
+
+def train_ensemble(ensemble: mw.Ensemble, name: str) -> list[Any]:
+    x, y = MODELS[name].data(34)
+    keras.utils.set_random_seed(11)
+    return ensemble.fit(x, y, batch_size=24, epochs=2, verbose=0)
+
+
 @pytest.mark.parametrize("size", range(1, 18))
 @pytest.mark.parametrize("strategy", ["mirrored-8", "hybrid-2-2-2"])
 def test_gradients_of_one_step_for_every_remainder(strategy: str, size: int) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from meshwright.train.learning_rate import scaled_lr
     from meshwright.train.monitor import Monitor
     from meshwright.train.warmup import Warmup
+    from meshwright.trials.ensemble import Ensemble
     from meshwright.trials.packed import packed_trials
 
 start_up()
@@ -56,6 +57,7 @@ __all__ = [
     "Auto",
     "CentralStorage",
     "Device",
+    "Ensemble",
     "Hybrid",
     "Layerwise",
     "LocalSGD",
@@ -91,6 +93,7 @@ _HOMES = {
     "Auto": "strategies.automatic",
     "CentralStorage": "strategies.central_storage",
     "Device": "devices.device",
+    "Ensemble": "trials.ensemble",
     "Hybrid": "strategies.names",
     "Layerwise": "strategies.names",
     "LocalSGD": "strategies.local_sgd",

@@ -11,6 +11,7 @@
     ├── ModelFileError            (ValueError)    a file that gives no model
     ├── ObjectiveError            (ValueError)    wishes that no plan can have
     ├── DataError                 (ValueError)    data that a model cannot be trained on
+    ├── EnsembleError             (ValueError)    models that make no ensemble
     ├── MemoryLimitError          (MemoryError)   a step needs more than its limit
     ├── PlacementError            (RuntimeError)  work that the placement does not allow
     ├── CheckpointError           (RuntimeError)  checkpoints that cannot be used
@@ -131,6 +132,10 @@ class DataError(MeshwrightError, ValueError):
         super().__init__(received, rule, change)
         self.index = index
         self.batch = batch
+
+
+class EnsembleError(MeshwrightError, ValueError):
+    """Models that cannot be members of one ensemble, or answers that do not combine."""
 
 
 class MemoryLimitError(MeshwrightError, MemoryError):

@@ -13,7 +13,7 @@ from meshwright.launch.loopback import free_port
 import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
-NUM_CASES = 29
+NUM_CASES = 34
 
 
 @pytest.mark.processes

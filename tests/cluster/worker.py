@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,7 +18,14 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.cluster import store
-from meshwright.errors import DataError, PeerLostError, StrategyError
+from meshwright.errors import (
+    CheckpointError,
+    DataError,
+    EnsembleError,
+    PeerLostError,
+    StrategyError,
+)
+from meshwright.trials.ensemble_folder import save_members
 
 import jax
 import keras
@@ -315,6 +324,85 @@ def gloo_gives_way_to_others() -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+def members_are_spread_over_processes_and_end_as_they_would_alone() -> None:
+    models, names = battery(), ("mlp", "dropout", "clipped")
+    ensemble = mw.Ensemble([models.build(name) for name in names])
+    assert ensemble.devices == (
+        "/process:0/device:CPU:0",
+        "/process:1/device:CPU:0",
+        "/process:0/device:CPU:1",
+    )
+    histories = models.train_ensemble(ensemble, "mlp")
+    x, _ = models.MODELS["mlp"].data(34)
+    together, answers = ensemble.predict(x, members=True)
+    for number, name in enumerate(names):
+        reference, expected = models.trained_alone(name)
+        models.assert_equal_weights(ensemble.members[number], reference, 2e-5)
+        found = histories[number].history
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
+        alone = reference.predict(x, verbose=0)
+        np.testing.assert_allclose(answers[number], alone, atol=1e-5)
+    assert same_everywhere([together, *answers])
+    folder = tempfile.gettempdir() + f"/ensemble-{os.getppid()}"
+    ensemble.save(folder)
+    np.testing.assert_array_equal(mw.Ensemble.load(folder).predict(x), together)
+    store.say_to_all("loaded", "")
+    if mw.process_index() == 0:
+        shutil.rmtree(folder)
+
+
+def weights_of_members_are_those_of_their_own_process() -> None:
+    ensemble = mw.Ensemble([model_without_a_seed() for _ in range(2)])
+    assert same_everywhere([w for m in ensemble.members for w in m.get_weights()])
+
+
+def a_folder_that_one_process_does_not_see_stops_all() -> None:
+    is_first = mw.process_index() == 0
+    folder = tempfile.mkdtemp()
+    if not is_first:
+        save_members(Path(folder), [model_without_a_seed()])
+    with pytest.raises(CheckpointError if is_first else PeerLostError) as caught:
+        mw.Ensemble.load(folder)
+    shutil.rmtree(folder)
+    if not is_first:
+        assert str(caught.value).startswith(
+            "Process 1 heard from another one that process 0 failed with "
+            "'CheckpointError: Ensemble.load found no manifest at "
+        )
+
+
+def members_that_differ_between_processes_are_refused() -> None:
+    members = [model_without_a_seed() for _ in range(1 + mw.process_index())]
+    with pytest.raises(EnsembleError) as caught:
+        mw.Ensemble(members)
+    assert str(caught.value).split("\n") == [
+        "Ensemble received 1 members with 212 parameters in process 0; 2 members with "
+        "212 / 212 parameters in process 1.",
+        "All processes of a run make the same members and train some of them each.",
+        "Make all members in every process, from the same code.",
+    ]
+
+
+def a_member_that_fails_in_another_process_stops_all() -> None:
+    def fail(number: int) -> list[Any]:
+        if number == 1:
+            raise OSError("no room")
+        return []
+
+    ensemble = mw.Ensemble([model_without_a_seed() for _ in range(2)])
+    names = [model.name for model in ensemble.members]
+    is_first = mw.process_index() == 0
+    with pytest.raises(PeerLostError if is_first else OSError) as caught:
+        ensemble.fit(*data(8), callbacks=fail, verbose=0)
+    if is_first:
+        assert str(caught.value).split("\n") == [
+            f"Process 0 heard from another one that member 1 ({names[1]!r}) on "
+            "/process:1/device:CPU:0 failed with 'OSError: no room'.",
+            "All processes go on when all members are done.",
+            "Look at the output of the process that this member is in.",
+        ]
+
+
 CASES: list[Callable[[], None]] = [
     streams_are_stacked_alike,
     gloo_gives_way_to_others,
@@ -331,6 +419,11 @@ CASES: list[Callable[[], None]] = [
     custom_loops_see_all_processes,
     local_sgd_equals_workers_by_hand,
     who_says_nothing_is_named,
+    members_are_spread_over_processes_and_end_as_they_would_alone,
+    weights_of_members_are_those_of_their_own_process,
+    a_folder_that_one_process_does_not_see_stops_all,
+    members_that_differ_between_processes_are_refused,
+    a_member_that_fails_in_another_process_stops_all,
 ]
 
 

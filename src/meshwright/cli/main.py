@@ -10,6 +10,7 @@ from meshwright.cli.ckpt import ckpt
 from meshwright.cli.demo import demo
 from meshwright.cli.devices import devices
 from meshwright.cli.doctor import doctor
+from meshwright.cli.each import each
 from meshwright.cli.output import explain
 from meshwright.cli.plan import plan
 from meshwright.cli.report import report
@@ -29,7 +30,9 @@ def cli(debug: bool) -> None:
     raise_held_error()
 
 
-for _verb in (bench, chaos, ckpt, demo, devices, doctor, plan, report, train, tune):
+_VERBS = [bench, chaos, ckpt, demo, devices, doctor, each, plan, report, train, tune]
+
+for _verb in _VERBS:
     cli.add_command(_verb)
 
 

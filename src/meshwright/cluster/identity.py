@@ -1,5 +1,7 @@
 """Which of the processes of a run this one is."""
 
+from meshwright.devices.apart import is_apart
+
 import jax
 
 
@@ -10,7 +12,7 @@ def process_index() -> int:
     >>> mw.process_index()
     0
     """
-    return int(jax.process_index()) if jax.distributed.is_initialized() else 0
+    return int(jax.process_index()) if _is_one_of_several() else 0
 
 
 def process_count() -> int:
@@ -20,4 +22,8 @@ def process_count() -> int:
     >>> mw.process_count()
     1
     """
-    return int(jax.process_count()) if jax.distributed.is_initialized() else 1
+    return int(jax.process_count()) if _is_one_of_several() else 1
+
+
+def _is_one_of_several() -> bool:
+    return jax.distributed.is_initialized() and not is_apart()

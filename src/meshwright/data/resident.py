@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.data.tally import Tally
+from meshwright.devices.apart import drawing
 from meshwright.devices.containers import map_leaves
 
 import jax
@@ -105,10 +106,12 @@ class ArraysInMemory(Placeable):
         if self.shuffle == "batch":
             starts = range(0, self.num_samples, self.batch_size)
             sizes = [min(self.batch_size, self.num_samples - start) for start in starts]
-            within = [np.random.permutation(size) for size in sizes]
+            with drawing():
+                within = [np.random.permutation(size) for size in sizes]
             return np.concatenate([s + w for s, w in zip(starts, within, strict=True)])
         if self.shuffle:
-            return np.random.permutation(self.num_samples)
+            with drawing():
+                return np.random.permutation(self.num_samples)
         return np.arange(self.num_samples)
 
 

@@ -24,6 +24,7 @@ steps without a memory limit or a placement log, run the original code.
 | `nn.conv`, `nn.depthwise_conv` | groups, which XLA cannot split |
 | `trainer._distribute_data` | batches that a limited GPU cannot take |
 | `JAXTrainer.fit`, `evaluate`, `predict` | data of distributed models is checked |
+| `ArrayDataAdapter._get_iterator` | shuffles of trainings side by side |
 | `JAXEpochIterator._get_iterator` | their batches go to the mesh from the host |
 | `JAXEpochIterator._enumerate_iterator` | or stay there, for many steps at once |
 | `CallbackList.on_*_batch_*` | callbacks are called between those, if they want it |
@@ -37,6 +38,7 @@ from contextlib import contextmanager, nullcontext
 from types import GeneratorType
 from typing import Any, NamedTuple
 
+from meshwright.devices.apart import own_chance
 from meshwright.devices.containers import map_leaves, named_leaves
 from meshwright.devices.runtime import belongs_to_some, jax_devices, to_host
 from meshwright.devices.scope import (
@@ -90,6 +92,7 @@ def install_keras_hooks() -> None:
     from keras.src.layers.layer import Layer
     from keras.src.ops.operation import Operation
     from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     _extend(Variable, "__init__", _remembering_init)
     _extend(Variable, "_initialize_layout", _lay_out_in_scope)
@@ -118,6 +121,7 @@ def install_keras_hooks() -> None:
     _extend(trainer, "_distribute_data", _transfer_within_limit)
     for verb in ("fit", "evaluate", "predict"):
         _extend(JAXTrainer, verb, _run_on_checked_data)
+    _extend(ArrayDataAdapter, "_get_iterator", _draw_by_own_chance)
     _extend(JAXEpochIterator, "_get_iterator", _iterate_through_intake)
     _extend(JAXEpochIterator, "_enumerate_iterator", _enumerate_stretches)
     for kind in ("train", "test"):
@@ -331,6 +335,13 @@ def _iterate_through_intake(original: Any, self: Any) -> Any:
     batches, limit = self.data_adapter.get_jax_iterator(), _steps_of_epoch(self)
     has_tail = limit == self._num_batches and _has_tail(self.data_adapter)
     return intake.stream(batches, limit, has_tail)
+
+
+def _draw_by_own_chance(original: Any, self: Any, *args: Any) -> Iterator[Any]:
+    chance, batches = own_chance(), original(self, *args)
+    if chance is None or not self._shuffle:
+        return batches
+    return chance.draw_all(batches)
 
 
 def _has_tail(adapter: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from meshwright.devices.apart import is_apart
 from meshwright.devices.device import Device
 from meshwright.devices.discovery import devices, list_devices
 from meshwright.devices.nvidia import read_nvml
@@ -38,7 +39,7 @@ def jax_devices_of_all() -> dict[str, jax.Device]:
     `/process:1/device:GPU:0`. Processes are taken to have like devices.
     """
     own = jax_devices()
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or is_apart():
         return own
     found: dict[str, jax.Device] = {}
     for process in range(jax.process_count()):
@@ -68,7 +69,8 @@ def belongs_to_some(place: Any) -> bool:
     It is said of what lies on a mesh, which all processes know of; what a process made
     for itself is its own.
     """
-    if jax.process_count() == 1 or not isinstance(place, NamedSharding):
+    is_alone = jax.process_count() == 1 or is_apart()
+    if is_alone or not isinstance(place, NamedSharding):
         return False
     return len({d.process_index for d in place.device_set}) < jax.process_count()
 

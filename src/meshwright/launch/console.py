@@ -18,9 +18,17 @@ class Console:
     Arguments:
         all_ranks: Whether all processes are shown.
         is_quiet: Whether nothing is shown.
+        names: What processes are called, if not by their numbers.
     """
 
-    def __init__(self, *, all_ranks: bool = False, is_quiet: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        all_ranks: bool = False,
+        is_quiet: bool = False,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._names = names
         self._all_ranks = all_ranks
         self._is_quiet = is_quiet
         self._is_in_line = False
@@ -47,7 +55,7 @@ class Console:
         key = (printed.rank, printed.stream)
         line = self._parts.pop(key, "") + printed.line
         if line.endswith(("\n", "\r")) or len(line) > LONGEST_LINE:
-            self._write(stream, f"[rank {printed.rank}] {line.rstrip()}\n")
+            self._write(stream, f"[{self._name(printed.rank)}] {line.rstrip()}\n")
         else:
             self._parts[key] = line
 
@@ -55,7 +63,7 @@ class Console:
         """Shows lines that were begun by processes that have ended."""
         for (rank, name), line in self._parts.items():
             stream = sys.stdout if name == "stdout" else sys.stderr
-            self._write(stream, f"[rank {rank}] {line.rstrip()}\n")
+            self._write(stream, f"[{self._name(rank)}] {line.rstrip()}\n")
         self._parts.clear()
 
     def say(self, text: str) -> None:
@@ -70,7 +78,10 @@ class Console:
         """Shows lines of a process on standard error, with its number."""
         self._end_line(sys.stderr)
         for line in lines:
-            self._write(sys.stderr, f"[rank {rank}] {line.rstrip()}\n")
+            self._write(sys.stderr, f"[{self._name(rank)}] {line.rstrip()}\n")
+
+    def _name(self, rank: int | None) -> str:
+        return f"rank {rank}" if not self._names or rank is None else self._names[rank]
 
     def _say(self, stream: TextIO, text: str) -> None:
         self._end_line(stream)

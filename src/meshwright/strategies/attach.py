@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.course import Course
 from meshwright.data.intake import Intake
 from meshwright.data.tally import Tally
+from meshwright.devices.apart import is_apart
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.runtime import belongs_to_some, to_host
 from meshwright.devices.scope import homes_of
@@ -19,7 +20,7 @@ from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
-from meshwright.train.run import current_run
+from meshwright.train.run import Run, current_run
 from meshwright.train.run_course import RunCourse
 from meshwright.train.stage_cut import StageCut
 from meshwright.train.stopwatch import Listener, Stopwatch
@@ -75,14 +76,14 @@ def attach(model: Any, strategy: "Strategy") -> None:
 
 def _most_steps(verb: str) -> int | None:
     """How many steps may be dispatched together, so that checkpoints are in time."""
-    run = current_run()
+    run = _run()
     return run.orders.save_every if run is not None and verb == "fit" else None
 
 
 @contextmanager
 def _course(model: Any, verb: str, strategy: "Strategy") -> Iterator[Course]:
     """What a run sees of a call of `fit`, if there is a run."""
-    run = current_run() if verb == "fit" else None
+    run = _run() if verb == "fit" else None
     if run is None:
         yield Course()
         return
@@ -114,6 +115,11 @@ def _watch(
     return stopwatch
 
 
+def _run() -> Run | None:
+    """The run whose steps these are; trainings apart from others are in none."""
+    return None if is_apart() else current_run()
+
+
 def _plan_in_json(strategy: "Strategy") -> dict[str, Any]:
     """What a strategy runs by: the planner's report, or the plan that was named."""
     used = {"strategy": repr(strategy), "devices": list(strategy.devices)}
@@ -138,7 +144,7 @@ def step_over_mesh(
         strategy: The strategy.
         cut: Where the model is cut into pieces; as it was attached if left out.
     """
-    run = current_run()
+    run = _run()
     skips = run is not None and run.orders.on_nan == "skip"
     if strategy.plan.stages == 1:
         return MeshStep(model, step, strategy.plan, strategy.mesh, skips=skips)
