@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.devices.table import placement
     from meshwright.parallel.plan import Plan
     from meshwright.planner.report import PlanReport
+    from meshwright.strategies.asynchronous import AsyncServer
     from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
     from meshwright.strategies.distribute import distribute
@@ -48,6 +49,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "FSDP",
+    "AsyncServer",
     "Auto",
     "Device",
     "Hybrid",
@@ -78,6 +80,7 @@ __all__ = [
 # Where the names live that are imported on first use; as above, for type checkers.
 _HOMES = {
     "FSDP": "strategies.names",
+    "AsyncServer": "strategies.asynchronous",
     "Auto": "strategies.automatic",
     "Device": "devices.device",
     "Hybrid": "strategies.names",

@@ -24,6 +24,7 @@
     ├── ProfileError              (ValueError)    a model whose shapes are not known
     ├── RuleError                 (ValueError)    a placement rule that cannot apply
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
+    ├── WorkerError               (RuntimeError)  a worker that failed at its batch
     ├── LearningRateError         (ValueError)    rates, rules, batches that are none
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
@@ -227,6 +228,12 @@ class RuleError(MeshwrightError, ValueError):
 
 class StrategyError(MeshwrightError, RuntimeError):
     """A strategy, scope or model used in a way that cannot run on a mesh."""
+
+
+class WorkerError(MeshwrightError, RuntimeError):
+    """A worker of an asynchronous training that failed; the cause is its own error."""
+
+    exit_code = 1
 
 
 class LearningRateError(MeshwrightError, ValueError):

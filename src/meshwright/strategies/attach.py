@@ -12,7 +12,6 @@ from meshwright.errors import StrategyError
 from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.train.mesh_step import MeshStep
-from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
 from meshwright.train.run import current_run
@@ -40,7 +39,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
         model: Any, verb: str, arguments: Mapping[str, Any]
     ) -> Iterator[Intake]:
         strategy.prepare(model, arguments)
-        pace = Pace(model, verb, strategy.mesh, strategy.resident, _most_steps(verb))
+        pace = strategy.make_pace(model, verb, _most_steps(verb))
         strategy.pace[verb] = pace
         check_nan, depth = strategy.check_nan, strategy.prefetch
         with explaining_tracing(model), _course(model, verb, strategy) as course:
@@ -135,7 +134,7 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    for variable, where in place_variables(model, layouts, strategy.mesh):
+    for variable, where in place_variables(model, layouts, strategy.home):
         _move(variable, where)
     return layouts
 

@@ -49,8 +49,10 @@ def borrowed(model: Any, batch: Any, precision: str | None) -> Iterator[State]:
 
 def borrowed_step(model: Any, strategy: Strategy) -> Any:
     """The training step of a borrowed model under a strategy."""
-    place(model, strategy)
     train_step = jax.jit(model.train_step)
+    if strategy.plan.stages == 1:
+        return strategy.make_step(model, train_step)
+    place(model, strategy)
     cut = StageCut(model.name, strategy.plan)
     return step_over_mesh(model, train_step, strategy, cut)
 

@@ -101,6 +101,28 @@ class Strategy:
         place(model, self)
         return step_over_mesh(model, step, self)
 
+    def updates_of(self, batch: Any, size: int) -> list[Any]:
+        """The batches on which one device makes the updates that a batch leads to."""
+        return [batch]
+
+    def refuse_verify(self) -> None:
+        """Raises an error if no training on one device gives the same weights."""
+
+    def make_pace(self, model: Any, verb: str, most_steps: int | None) -> Pace:
+        """How the steps of a run of a model are dispatched.
+
+        Arguments:
+            model: The model.
+            verb: `fit`, `evaluate` or `predict`.
+            most_steps: How many steps may be dispatched together; None if that is free.
+        """
+        return Pace(model, verb, self.mesh, self.resident, most_steps)
+
+    @property
+    def home(self) -> Mesh:
+        """Where variables live between runs."""
+        return self.mesh
+
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan; making it starts the runtime."""
@@ -311,7 +333,7 @@ class Strategy:
         spec: tuple[str | None, ...] = (None,) * len(shape)
         if self.plan.fsdp > 1 and is_arithmetic(variable):
             spec, _ = add_fsdp(shape, spec, self.plan.fsdp)
-        return sharding(self.mesh, spec)
+        return sharding(self.home, spec)
 
 
 def choose_devices(devices: DeviceNames) -> tuple[str, ...]:
