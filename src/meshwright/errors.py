@@ -32,6 +32,7 @@
     ├── CheckpointWarning                         a checkpoint that is lost or damaged
     ├── CompileCacheWarning                       compiled programs cannot be kept
     ├── PlacementWarning                          a device was replaced by another
+    ├── WorkerWarning                             a worker died, and others go on
     └── BatchWarning                              a batch leaves devices without work
 
 An error speaks in three beats: what was received, the rule, what to change.
@@ -258,6 +259,10 @@ class CompileCacheWarning(MeshwrightWarning):
 
 class PlacementWarning(MeshwrightWarning):
     """A device that is not there was replaced by one that is."""
+
+
+class WorkerWarning(MeshwrightWarning):
+    """A worker of an asynchronous training that died; the others go on."""
 
 
 class BatchWarning(MeshwrightWarning):

@@ -6,8 +6,11 @@ from typing import Any, Unpack
 
 from meshwright.cluster.channel import channel
 from meshwright.cluster.identity import process_count
+from meshwright.devices.runtime import jax_devices
 from meshwright.devices.scope import homes_of
+from meshwright.devices.sizes import is_count
 from meshwright.errors import PlanError, StrategyError
+from meshwright.models.formulations import compiler_options
 from meshwright.parallel.mesh import make_mesh, replicated
 from meshwright.parallel.microbatch import cut_up
 from meshwright.parallel.plan import Levers, Plan
@@ -15,8 +18,9 @@ from meshwright.parallel.staleness import Staleness
 from meshwright.strategies.attach import place
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 from meshwright.train.async_pace import AsyncPace
+from meshwright.train.async_process import ProcessWorker, shares_of_cores
 from meshwright.train.async_step import AsyncStep
-from meshwright.train.async_worker import DeviceWorker, WorkerTable
+from meshwright.train.async_worker import DeviceWorker, Worker, WorkerTable
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.run import current_run
@@ -48,10 +52,17 @@ class AsyncServer(Strategy):
             that none is older. 0 makes one update after the other, each on the newest
             weights. Four for each worker if left out.
         devices: The devices to use; all of the best kind if left out.
+        processes: How many processes are the workers, in place of the devices. Each
+            computes on a CPU of its own; one that dies is started again while the
+            others go on.
         levers: `remat` and `precision`.
 
     Attributes:
         max_staleness: The bound.
+        restarts: How many times a worker process may be started again in a `fit`; 3 at
+            first. One that dies more often is given up.
+        patience: After how many seconds a worker process that says nothing is taken for
+            dead; 600 at first.
         slowness: For tests and benchmarks: by the number of a worker, how many times as
             long as it does it takes.
 
@@ -60,20 +71,29 @@ class AsyncServer(Strategy):
     AsyncServer(2 workers, max_staleness=3)
     """
 
+    restarts: int = 3
+    patience: float = 600.0
+
     def __init__(
         self,
         max_staleness: int | None = None,
         devices: DeviceNames = None,
+        *,
+        processes: int | None = None,
         **levers: Unpack[Levers],
     ) -> None:
         chosen = choose_devices(devices)
         _refuse_bound(max_staleness)
-        _refuse_devices(chosen)
+        if processes is None:
+            _refuse_devices(chosen)
+        else:
+            _refuse_processes(processes, chosen)
         if process_count() > 1:
             raise StrategyError(
                 f"AsyncServer was made in a run of {process_count()} processes.",
-                "Its workers are the devices of one process.",
-                "Start one process, or use Mirrored.",
+                "One process has the weights, and starts those that work for it.",
+                "Start one process with AsyncServer(processes="
+                f"{process_count()}), or use Mirrored.",
             )
         if levers.get("accumulate", 1) != 1:
             raise PlanError(
@@ -83,16 +103,23 @@ class AsyncServer(Strategy):
                 f"gradient_accumulation_steps={levers['accumulate']!r}.",
             )
         super().__init__(Plan(data=len(chosen), **levers), chosen)
-        usual = STALENESS_PER_WORKER * len(chosen)
+        self._processes = processes
+        usual = STALENESS_PER_WORKER * self.num_workers
         self.max_staleness = usual if max_staleness is None else max_staleness
         self.slowness: Mapping[int, float] = {}
         self._staleness = Staleness()
 
     def __repr__(self) -> str:
+        kind = "workers" if self._processes is None else "processes"
         return (
-            f"AsyncServer({len(self.devices)} workers, "
+            f"AsyncServer({self.num_workers} {kind}, "
             f"max_staleness={self.max_staleness})"
         )
+
+    @property
+    def num_workers(self) -> int:
+        """Into how many parts a batch is cut, each of them an update."""
+        return self._processes or len(self.devices)
 
     @property
     def staleness(self) -> Staleness:
@@ -110,7 +137,14 @@ class AsyncServer(Strategy):
         return make_mesh(Plan(), self.devices[:1])
 
     @cached_property
-    def _crew(self) -> list[DeviceWorker]:
+    def _crew(self) -> Sequence[Worker]:
+        if self._processes is not None:
+            shares = shares_of_cores(self._processes)
+            options = compiler_options(self.home)
+            return [
+                ProcessWorker(number, cores, self.patience, options)
+                for number, cores in enumerate(shares)
+            ]
         return [
             DeviceWorker(number, name, replicated(make_mesh(Plan(), (name,))))
             for number, name in enumerate(self.devices)
@@ -144,11 +178,12 @@ class AsyncServer(Strategy):
             remat=self.plan.remat,
             skips=run is not None and run.orders.on_nan == "skip",
             staleness=self._staleness,
+            restarts=self.restarts,
         )
 
     def updates_of(self, batch: Any, size: int) -> list[Any]:
         """The batches of the workers, in their order."""
-        return cut_up(batch, size, len(self.devices))
+        return cut_up(batch, size, self.num_workers)
 
     def refuse_verify(self) -> None:
         """Raises an error unless updates are made one after the other."""
@@ -199,6 +234,23 @@ def _refuse_devices(names: tuple[str, ...]) -> None:
             f"AsyncServer received one device, {names[0]}.",
             "It needs two workers at least: one alone has nobody to be ahead of.",
             "Use Single, or pass more devices as devices=[...].",
+        )
+
+
+def _refuse_processes(number: Any, names: tuple[str, ...]) -> None:
+    if not is_count(number):
+        raise PlanError(
+            f"AsyncServer received processes={number!r}.",
+            "It is a number of worker processes, from 1.",
+            "Use, for example, processes=2, or leave it out: then devices work.",
+        )
+    gpus = [name for name in names if jax_devices()[name].platform != "cpu"]
+    if gpus:
+        raise PlanError(
+            f"AsyncServer received processes={number} on {', '.join(gpus)}.",
+            "Worker processes compute on CPUs.",
+            "Leave processes out: then each of these devices is a worker. Or pass "
+            "devices=['CPU:0'].",
         )
 
 

@@ -11,8 +11,8 @@ from meshwright.devices.step import variables_of
 from meshwright.devices.strategy_hooks import replacing_forward_pass
 from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.models.forward import in_blocks
-from meshwright.parallel.mesh import placed_shape, replicated
-from meshwright.train.async_worker import Computed, DeviceWorker
+from meshwright.parallel.mesh import replicated
+from meshwright.train.async_worker import Computed, Worker, placed_shapes
 from meshwright.train.pure_step import pure
 
 import jax
@@ -43,7 +43,7 @@ class AsyncPrograms:
     """
 
     def __init__(
-        self, model: Any, remat: bool, server: Mesh, workers: Sequence[DeviceWorker]
+        self, model: Any, remat: bool, server: Mesh, workers: Sequence[Worker]
     ) -> None:
         self._model = model
         self._remat = remat
@@ -66,14 +66,12 @@ class AsyncPrograms:
             return
         self.for_server(shapes)
         program = self.gradients(self._keeps_outputs(shapes))
-        lowered = []
-        for worker in self._workers:
-            state = _placed(self.state_shapes()[:2] + self.state_shapes()[3:], worker)
-            lowered.append(program.lower(state, _placed(shapes.tree, worker)))
+        weights, others, _, metrics = self.state_shapes()
+        state = (weights, others, metrics)
+        rests = [worker.prepare(shapes, program, state) for worker in self._workers]
         with ThreadPoolExecutor() as threads:
-            compiled = threads.map(lambda each: each.compile(), lowered)
-            for worker, executable in zip(self._workers, compiled, strict=True):
-                worker.programs[shapes] = executable
+            for done in [threads.submit(rest) for rest in rests]:
+                done.result()
         self._prepared.add(shapes)
 
     def state_shapes(self) -> Any:
@@ -127,9 +125,9 @@ class AsyncPrograms:
 
     def _for_server(self, shapes: Shapes) -> ServerPrograms:
         whole = replicated(self._server)
-        state = _placed_on(self.state_shapes(), whole)
+        state = placed_shapes(self.state_shapes(), whole)
         weights, others, slots, metrics = state
-        computed = _placed_on(self._computed_shapes(shapes), whole)
+        computed = placed_shapes(self._computed_shapes(shapes), whole)
         if not self._keeps_outputs(shapes):
             computed = computed._replace(outputs=None)
         fresh = jax.ShapeDtypeStruct((), bool)
@@ -214,14 +212,6 @@ def _merged(now: Any, pulled: Any, computed: Any, is_fresh: Any) -> list[Any]:
 
 def _pairs(first: Any, second: Any) -> Any:
     return enumerate(zip(first, second, strict=True))
-
-
-def _placed(shapes: Any, worker: DeviceWorker) -> Any:
-    return _placed_on(shapes, worker.place)
-
-
-def _placed_on(shapes: Any, place: Any) -> Any:
-    return jax.tree.map(lambda each: placed_shape(each, place), shapes)
 
 
 def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:

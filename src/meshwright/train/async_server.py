@@ -3,15 +3,28 @@
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright.cluster.channel import channel
-from meshwright.errors import MeshwrightError, NumericError, WorkerError
+from meshwright.devices.start import user_line
+from meshwright.errors import (
+    MeshwrightError,
+    NumericError,
+    WorkerError,
+    WorkerWarning,
+)
 from meshwright.parallel.staleness import Staleness, StalenessBound
 from meshwright.train.async_programs import AsyncPrograms
-from meshwright.train.async_worker import Computed, DeviceWorker, Pulled, Task
+from meshwright.train.async_worker import (
+    Computed,
+    Pulled,
+    Task,
+    Worker,
+    WorkerLostError,
+)
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +52,7 @@ class UpdateServer:
         most: The largest staleness.
         skips: Whether gradients that are NaN are left out instead of refused.
         staleness: Counts the updates by their staleness.
+        restarts: How many times each worker may come back.
 
     Attributes:
         state: The newest state, in the lists of Keras'.
@@ -49,11 +63,12 @@ class UpdateServer:
     def __init__(
         self,
         programs: AsyncPrograms,
-        workers: Sequence[DeviceWorker],
+        workers: Sequence[Worker],
         place: NamedSharding,
         most: int,
         skips: bool,
         staleness: Staleness,
+        restarts: int = 0,
     ) -> None:
         self._programs = programs
         self._workers = workers
@@ -61,6 +76,9 @@ class UpdateServer:
         self._skips = skips
         self._bound = StalenessBound(most)
         self._staleness = staleness
+        self._restarts = restarts
+        self._given_up: set[int] = set()
+        self._losses: list[str] = []
         self._changed = threading.Condition()
         self._waiting: deque[Task] = deque()
         self._num_left = 0
@@ -86,6 +104,7 @@ class UpdateServer:
         threads = [
             threading.Thread(target=self._work, args=(worker,), name=str(worker))
             for worker in self._workers
+            if worker.number not in self._given_up
         ]
         try:
             with self._changed:
@@ -98,9 +117,18 @@ class UpdateServer:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
+        self._warn_of_losses()
         if self._error is not None:
             raise self._error
         return self._logs
+
+    def _warn_of_losses(self) -> None:
+        """In the main thread, where a user's filters for warnings are."""
+        losses, self._losses = self._losses, []
+        file, line = user_line() or ("<unknown>", 1)
+        for text in losses:
+            channel().say(notice=text)
+            warnings.warn_explicit(text, WorkerWarning, file, line)
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._num_left == 0
@@ -111,7 +139,7 @@ class UpdateServer:
             self._waiting.clear()
             self._changed.notify_all()
 
-    def _work(self, worker: DeviceWorker) -> None:
+    def _work(self, worker: Worker) -> None:
         """What the thread of a worker does."""
         try:
             while True:
@@ -119,7 +147,12 @@ class UpdateServer:
                 if taken is None:
                     return
                 begin = time.perf_counter()
-                computed = worker.compute(*taken)
+                try:
+                    computed = worker.compute(*taken)
+                except WorkerLostError as lost:
+                    if not self._goes_on_without(worker, taken[0], str(lost)):
+                        return
+                    continue
                 is_good = self._looks_good(worker, *taken, computed)
                 arrived = jax.device_put(computed, self._place) if is_good else None
                 worker.figures.busy += time.perf_counter() - begin
@@ -130,7 +163,37 @@ class UpdateServer:
                 self._bound.withdraw(worker.number)
             self._stop()
 
-    def _take(self, worker: DeviceWorker) -> tuple[Task, Pulled] | None:
+    def _goes_on_without(self, worker: Worker, task: Task, because: str) -> bool:
+        """Gives the batch of a worker that died to others; whether it comes back."""
+        figures = worker.figures
+        with self._changed:
+            figures.restarts += 1
+            self._bound.withdraw(worker.number)
+            self._waiting.appendleft(task)
+            comes_back = figures.restarts <= self._restarts
+            if not comes_back:
+                self._given_up.add(worker.number)
+            self._tell(worker, because, comes_back)
+            self._changed.notify_all()
+        if len(self._given_up) == len(self._workers):
+            raise WorkerError(
+                f"{worker} {because}, and no other worker is left.",
+                f"A worker is started again {self._restarts} times in a fit.",
+                "Look at what the workers printed, at the memory of the machine, or "
+                "raise strategy.restarts.",
+            )
+        return comes_back
+
+    def _tell(self, worker: Worker, because: str, comes_back: bool) -> None:
+        times, most = worker.figures.restarts, self._restarts
+        what = "is given up" if not comes_back else f"is started again, {times} of "
+        what += "" if not comes_back else f"{most} times"
+        self._losses.append(
+            f"{worker} {because} after {self._bound.version} updates. Another one "
+            f"takes its batch, and it {what}."
+        )
+
+    def _take(self, worker: Worker) -> tuple[Task, Pulled] | None:
         """The next batch and the newest weights; None if there is nothing to do."""
 
         def is_ready() -> bool:
@@ -159,7 +222,7 @@ class UpdateServer:
         return Pulled(weights, seen, metrics, self._bound.version)
 
     def _looks_good(
-        self, worker: DeviceWorker, task: Task, pulled: Pulled, computed: Computed
+        self, worker: Worker, task: Task, pulled: Pulled, computed: Computed
     ) -> bool:
         if bool(np.asarray(computed.finite)):
             return True
@@ -177,7 +240,7 @@ class UpdateServer:
 
     def _push(
         self,
-        worker: DeviceWorker,
+        worker: Worker,
         task: Task,
         pulled: Pulled,
         computed: Computed | None,
@@ -201,7 +264,7 @@ class UpdateServer:
             self._changed.notify_all()
 
     def _apply(
-        self, worker: DeviceWorker, task: Task, pulled: Pulled, computed: Computed
+        self, worker: Worker, task: Task, pulled: Pulled, computed: Computed
     ) -> None:
         weights, others, slots, metrics = self.state
         age = self._bound.apply(worker.number)
@@ -214,7 +277,7 @@ class UpdateServer:
         worker.figures.updates += 1
         worker.figures.samples += task.size
 
-    def _wait(self, worker: DeviceWorker, is_ready: Any) -> None:
+    def _wait(self, worker: Worker, is_ready: Any) -> None:
         begin = time.perf_counter()
         self._changed.wait_for(is_ready)
         worker.figures.waited += time.perf_counter() - begin
@@ -230,7 +293,7 @@ def _with(values: list[Any], numbers: list[int], new: list[Any]) -> list[Any]:
     return [changed.get(i, value) for i, value in enumerate(values)]
 
 
-def _named(error: BaseException, worker: DeviceWorker, version: int) -> BaseException:
+def _named(error: BaseException, worker: Worker, version: int) -> BaseException:
     """An error of a worker, by its name; those that are ours know it."""
     if isinstance(error, MeshwrightError):
         return error

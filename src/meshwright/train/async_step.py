@@ -19,7 +19,7 @@ from meshwright.parallel.microbatch import cut_up
 from meshwright.parallel.staleness import Staleness
 from meshwright.train.async_programs import AsyncPrograms
 from meshwright.train.async_server import UpdateServer
-from meshwright.train.async_worker import DeviceWorker, Task
+from meshwright.train.async_worker import Task, Worker
 from meshwright.train.listeners import Logs
 
 import jax
@@ -43,6 +43,7 @@ class AsyncStep:
         remat: Whether activations are computed again for the gradients.
         skips: Whether gradients that are NaN are left out.
         staleness: Counts the updates by their staleness.
+        restarts: How many times each worker may come back.
     """
 
     measures_kernels = False
@@ -52,12 +53,13 @@ class AsyncStep:
         model: Any,
         step: Any,
         server: Mesh,
-        workers: Sequence[DeviceWorker],
+        workers: Sequence[Worker],
         *,
         most: int,
         remat: bool,
         skips: bool,
         staleness: Staleness,
+        restarts: int,
     ) -> None:
         _refuse_what_cannot_be_taken_apart(model, step)
         self._model = model
@@ -74,6 +76,7 @@ class AsyncStep:
             most,
             skips,
             staleness,
+            restarts,
         )
         self._seen: set[Shapes] = set()
 

@@ -1,11 +1,14 @@
 """The workers of an asynchronous training, and what they and the server exchange."""
 
+import abc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshwright.data.resident import Shapes
+from meshwright.devices.sizes import format_bytes
+from meshwright.parallel.mesh import placed_shape
 
 import jax
 import numpy as np
@@ -66,7 +69,9 @@ class WorkerFigures:
     waited: float = 0.0
     """Seconds in which it waited for others, because of the bound or at the end."""
     restarts: int = 0
-    """How many times it died and came back."""
+    """How many times it died."""
+    bytes_moved: int = 0
+    """Bytes of weights, batches and gradients that went to it and came back."""
 
     @property
     def throughput(self) -> float:
@@ -77,48 +82,47 @@ class WorkerFigures:
 class WorkerTable(list[WorkerFigures]):
     """What all workers have done; it prints as a table.
 
-    >>> print(WorkerTable([WorkerFigures("/device:CPU:0", 30, 480, 1.5, 0.5)]))
-    worker  device         updates  samples  samples/s  busy  restarts
-         0  /device:CPU:0       30      480        240  75 %         0
+    >>> figures = WorkerFigures("/device:CPU:0", 30, 480, 1.5, 0.5, 0, 30 * 2048)
+    >>> print(WorkerTable([figures]))
+    worker  device         updates  samples  samples/s  busy  moved/update  deaths
+         0  /device:CPU:0       30      480        240  75 %       2.0 KiB       0
     """
 
     def __str__(self) -> str:
         width = max((len(each.name) for each in self), default=6)
         lines = [
-            f"worker  {'device':<{width}}  updates  samples  samples/s  busy  restarts"
+            f"worker  {'device':<{width}}  updates  samples  samples/s  busy  "
+            "moved/update  deaths"
         ]
         for number, each in enumerate(self):
             share = 100 * each.busy / ((each.busy + each.waited) or 1.0)
+            moved = format_bytes(each.bytes_moved // (each.updates or 1))
             lines.append(
                 f"{number:6}  {each.name:<{width}}  {each.updates:7}  "
                 f"{each.samples:7}  {each.throughput:9.4g}  {share:2.0f} %  "
-                f"{each.restarts:8}"
+                f"{moved:>12}  {each.restarts:6}"
             )
         return "\n".join(lines)
 
 
-@dataclass(eq=False)
-class DeviceWorker:
-    """Computes gradients on a device of this process, in a thread of its own.
+class WorkerLostError(Exception):
+    """A worker is gone; what it computed is to be computed by another one."""
+
+
+class Worker(abc.ABC):
+    """Computes gradients; a thread of the server waits for it.
 
     Attributes:
         number: Its number, from 0.
-        name: That of its device.
-        place: Its device.
+        name: What it computes on.
         slowness: It takes so many times as long as it does; for tests and benchmarks.
-        programs: What gives gradients, by the shapes of a batch.
         figures: What it has done.
     """
 
-    number: int
-    name: str
-    place: NamedSharding
-    slowness: float = 1.0
-    programs: dict[Shapes, Callable[[Any, Any], Computed]] = field(default_factory=dict)
-    figures: WorkerFigures = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.figures = WorkerFigures(self.name)
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.start_anew(1.0)
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.name})"
@@ -131,9 +135,67 @@ class DeviceWorker:
     def compute(self, task: Task, pulled: Pulled) -> Computed:
         """Gradients of a batch; waits until they are there."""
         begin = time.perf_counter()
-        state = jax.device_put(tuple(pulled[:3]), self.place)
-        computed = self.programs[task.shapes](state, task.batch)
-        np.asarray(computed.finite)
+        computed = self.find(task, pulled)
         if self.slowness > 1:
             time.sleep((self.slowness - 1) * (time.perf_counter() - begin))
         return computed
+
+    @abc.abstractmethod
+    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+        """Gets ready for batches of some shapes.
+
+        Arguments:
+            shapes: Those of the batches.
+            program: What gives gradients, a function under `jax.jit`.
+            state: Shapes and types of what it takes besides a batch.
+
+        Returns:
+            The rest of it, which a thread may do.
+        """
+
+    @abc.abstractmethod
+    def find(self, task: Task, pulled: Pulled) -> Computed:
+        """Gradients of a batch; `WorkerLostError` if the worker is gone."""
+
+
+class DeviceWorker(Worker):
+    """Computes gradients on a device of this process.
+
+    Arguments:
+        number: Its number, from 0.
+        name: That of its device.
+        place: Its device.
+    """
+
+    def __init__(self, number: int, name: str, place: NamedSharding) -> None:
+        super().__init__(number, name)
+        self._place = place
+        self._programs: dict[Shapes, Callable[[Any, Any], Computed]] = {}
+
+    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+        """Lowers a program; what is returned compiles it."""
+        placed = placed_shapes((state, shapes.tree), self._place)
+        lowered = program.lower(*placed)
+
+        def compile_it() -> None:
+            self._programs[shapes] = lowered.compile()
+
+        return compile_it
+
+    def find(self, task: Task, pulled: Pulled) -> Computed:
+        """Computes on the device."""
+        state = jax.device_put(tuple(pulled[:3]), self._place)
+        computed = self._programs[task.shapes](state, task.batch)
+        np.asarray(computed.finite)  # waits for it
+        self.figures.bytes_moved += bytes_of((pulled[:3], task.batch, computed))
+        return computed
+
+
+def bytes_of(arrays: Any) -> int:
+    """The bytes of a tree of arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def placed_shapes(shapes: Any, place: NamedSharding) -> Any:
+    """Shapes and types of arrays in a place."""
+    return jax.tree.map(lambda each: placed_shape(each, place), shapes)

@@ -1,0 +1,188 @@
+"""Workers that are processes: they may die, and come back."""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import fields, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from meshwright.data.resident import Shapes
+from meshwright.train.async_child import COMPUTE, FAILED, PROGRAM
+from meshwright.train.async_worker import (
+    Computed,
+    Pulled,
+    Task,
+    Worker,
+    WorkerLostError,
+)
+
+import jax
+from jax import export
+
+_OF_THIS_PROCESS = ("MESHWRIGHT_", "XLA_FLAGS", "JAX_PLATFORMS")
+"""Variables that say what devices this process has; a worker has one CPU."""
+
+_GOODBYE_SECONDS = 5.0
+
+
+class ProcessWorker(Worker):
+    """Computes gradients in a process of its own, on a CPU.
+
+    The process is started when there is something to do, and again after it has died.
+
+    Arguments:
+        number: Its number, from 0.
+        cores: The cores that it uses; all if there are none.
+        patience: A process that says nothing for so many seconds is taken for dead.
+        options: What XLA is told when it compiles for a CPU.
+
+    Attributes:
+        process: The process, if it was started.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        cores: list[int],
+        patience: float,
+        options: dict[str, Any] | None,
+    ) -> None:
+        super().__init__(number, f"process {number}")
+        self._options = options
+        self._structure: dict[Shapes, Any] = {}
+        self._cores = cores
+        self._patience = patience
+        self._programs: dict[Shapes, Any] = {}
+        self._sent: set[Shapes] = set()
+        self._line: Connection | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+        """Exports a program; what is returned starts the process and sends it there."""
+
+        def flat(state: Any, batch: Any) -> list[Any]:
+            # Inside of another program it can have no options for the compiler.
+            return jax.tree.leaves(program.__wrapped__(state, batch))
+
+        found = jax.eval_shape(program, state, shapes.tree)
+        exported = export.export(jax.jit(flat), platforms=["cpu"])(state, shapes.tree)
+        self._structure[shapes] = jax.tree.structure(found)
+        self._programs[shapes] = _without_functions(exported), self._options
+
+        def send() -> None:
+            # If it dies of it, that is told when something is to be computed.
+            with contextlib.suppress(WorkerLostError):
+                self._send_program(shapes)
+
+        return send
+
+    def find(self, task: Task, pulled: Pulled) -> Computed:
+        """Has the process compute."""
+        self._send_program(task.shapes)
+        given = jax.device_get(tuple(pulled[:3]))
+        leaves = self._ask(COMPUTE, task.shapes, (given, task.batch))
+        structure = self._structure[task.shapes]
+        computed: Computed = jax.tree.unflatten(structure, leaves)
+        return computed
+
+    def end(self) -> None:
+        """Ends the process."""
+        if self.process is not None and self._line is not None:
+            _end(self.process, self._line)
+        self.process = self._line = None
+        self._sent.clear()
+
+    def _send_program(self, shapes: Shapes) -> None:
+        if self._line is None:
+            self._start()
+        if shapes not in self._sent:
+            self._ask(PROGRAM, shapes, self._programs[shapes])
+            self._sent.add(shapes)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_OF_THIS_PROCESS)
+        }
+        cores = ",".join(map(str, self._cores))
+        module = "meshwright.train.async_child"
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), cores],
+                pass_fds=[theirs.fileno()],
+                env={**environment, "JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.DEVNULL,
+            )
+        self._line = Connection(ours.detach())
+        weakref.finalize(self, _end, self.process, self._line)
+
+    def _ask(self, request: str, shapes: Shapes, content: Any) -> Any:
+        assert self._line is not None
+        number = list(self._programs).index(shapes)
+        words = pickle.dumps((request, number, content), protocol=5)
+        try:
+            self._line.send_bytes(words)
+            if not self._line.poll(self._patience):
+                raise self._lost(f"said nothing for {self._patience:g} s")
+            answer = self._line.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise self._lost() from error
+        self.figures.bytes_moved += len(words) + len(answer)
+        outcome, value = pickle.loads(answer)  # noqa: S301  (it is a child's)
+        if outcome == FAILED:
+            raise RuntimeError(value)
+        return value
+
+    def _lost(self, because: str | None = None) -> WorkerLostError:
+        process = self.process
+        assert process is not None
+        if because is None:
+            because = _how_it_ended(process)
+        self.end()
+        return WorkerLostError(because)
+
+
+def _without_functions(exported: export.Exported) -> export.Exported:
+    """The same program, to be pickled: its own format asks for one more library.
+
+    Both processes run the same JAX, and nobody there asks for its gradients.
+    """
+    values = {field.name: getattr(exported, field.name) for field in fields(exported)}
+    functions = [name for name, value in values.items() if callable(value)]
+    return replace(exported, **dict.fromkeys(functions))
+
+
+def shares_of_cores(number: int) -> list[list[int]]:
+    """The cores of each of so many processes; none if there are too few of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[] for _ in range(number)]
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < number:
+        return [[] for _ in range(number)]
+    return [cores[i::number] for i in range(number)]
+
+
+def _how_it_ended(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        status = process.wait(_GOODBYE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its socket"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _end(process: "subprocess.Popen[bytes]", line: Connection) -> None:
+    line.close()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
