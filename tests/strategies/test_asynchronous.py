@@ -406,8 +406,8 @@ def test_a_run_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) 
         mw.AsyncServer(devices=CPUS)
     assert str(raised.value) == (
         "AsyncServer was made in a run of 2 processes.\n"
-        "Its workers are the devices of one process.\n"
-        "Start one process, or use Mirrored."
+        "One process has the weights, and starts those that work for it.\n"
+        "Start one process with AsyncServer(processes=2), or use Mirrored."
     )
 
 

@@ -238,7 +238,7 @@ def _refuse_devices(names: tuple[str, ...]) -> None:
 
 
 def _refuse_processes(number: Any, names: tuple[str, ...]) -> None:
-    if not is_count(number):
+    if not (is_count(number) and number >= 1):
         raise PlanError(
             f"AsyncServer received processes={number!r}.",
             "It is a number of worker processes, from 1.",

@@ -54,7 +54,6 @@ class ProcessWorker(Worker):
         patience: float,
         options: dict[str, Any] | None,
     ) -> None:
-        super().__init__(number, f"process {number}")
         self._options = options
         self._structure: dict[Shapes, Any] = {}
         self._cores = cores
@@ -63,6 +62,13 @@ class ProcessWorker(Worker):
         self._sent: set[Shapes] = set()
         self._line: Connection | None = None
         self.process: subprocess.Popen[bytes] | None = None
+        super().__init__(number, f"process {number}")
+
+    def start_anew(self, slowness: float) -> None:
+        """Sets its figures back; a process that died meanwhile does not count."""
+        super().start_anew(slowness)
+        if self.process is not None and self.process.poll() is not None:
+            self.end()
 
     def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
         """Exports a program; what is returned starts the process and sends it there."""
@@ -91,6 +97,12 @@ class ProcessWorker(Worker):
         structure = self._structure[task.shapes]
         computed: Computed = jax.tree.unflatten(structure, leaves)
         return computed
+
+    def interrupt(self) -> None:
+        """Ends the process; the thread that waits for it hears of that."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def end(self) -> None:
         """Ends the process."""

@@ -77,7 +77,6 @@ class UpdateServer:
         self._bound = StalenessBound(most)
         self._staleness = staleness
         self._restarts = restarts
-        self._given_up: set[int] = set()
         self._losses: list[str] = []
         self._changed = threading.Condition()
         self._waiting: deque[Task] = deque()
@@ -104,7 +103,7 @@ class UpdateServer:
         threads = [
             threading.Thread(target=self._work, args=(worker,), name=str(worker))
             for worker in self._workers
-            if worker.number not in self._given_up
+            if not worker.is_given_up
         ]
         try:
             with self._changed:
@@ -112,10 +111,15 @@ class UpdateServer:
                     thread.start()
                 while not self._changed.wait_for(self._is_over, _LIFE_SECONDS):
                     channel().live()
+        except BaseException:  # Ctrl-C
+            self._stop()
+            for worker in self._workers:
+                worker.interrupt()
+            raise
         finally:
             self._stop()
             for thread in threads:
-                if thread.ident is not None:
+                if thread.ident is not None:  # Ctrl-C may come before it is started
                     thread.join()
         self._warn_of_losses()
         if self._error is not None:
@@ -167,27 +171,26 @@ class UpdateServer:
         """Gives the batch of a worker that died to others; whether it comes back."""
         figures = worker.figures
         with self._changed:
-            figures.restarts += 1
             self._bound.withdraw(worker.number)
+            if self._is_stopped:
+                return False
+            figures.restarts += 1
             self._waiting.appendleft(task)
-            comes_back = figures.restarts <= self._restarts
-            if not comes_back:
-                self._given_up.add(worker.number)
-            self._tell(worker, because, comes_back)
+            worker.is_given_up = figures.restarts > self._restarts
+            self._tell(worker, because)
             self._changed.notify_all()
-        if len(self._given_up) == len(self._workers):
+        if all(each.is_given_up for each in self._workers):
             raise WorkerError(
                 f"{worker} {because}, and no other worker is left.",
                 f"A worker is started again {self._restarts} times in a fit.",
                 "Look at what the workers printed, at the memory of the machine, or "
                 "raise strategy.restarts.",
             )
-        return comes_back
+        return not worker.is_given_up
 
-    def _tell(self, worker: Worker, because: str, comes_back: bool) -> None:
-        times, most = worker.figures.restarts, self._restarts
-        what = "is given up" if not comes_back else f"is started again, {times} of "
-        what += "" if not comes_back else f"{most} times"
+    def _tell(self, worker: Worker, because: str) -> None:
+        times = f"{worker.figures.restarts} of {self._restarts} times"
+        what = "is given up" if worker.is_given_up else f"is started again, {times}"
         self._losses.append(
             f"{worker} {because} after {self._bound.version} updates. Another one "
             f"takes its batch, and it {what}."

@@ -117,6 +117,7 @@ class Worker(abc.ABC):
         name: What it computes on.
         slowness: It takes so many times as long as it does; for tests and benchmarks.
         figures: What it has done.
+        is_given_up: Whether it has died too often.
     """
 
     def __init__(self, number: int, name: str) -> None:
@@ -128,8 +129,9 @@ class Worker(abc.ABC):
         return f"worker {self.number} ({self.name})"
 
     def start_anew(self, slowness: float) -> None:
-        """Sets its figures back."""
+        """Sets its figures back; one that was given up gets another chance."""
         self.slowness = slowness
+        self.is_given_up = False
         self.figures = WorkerFigures(self.name)
 
     def compute(self, task: Task, pulled: Pulled) -> Computed:
@@ -152,6 +154,10 @@ class Worker(abc.ABC):
         Returns:
             The rest of it, which a thread may do.
         """
+
+    @abc.abstractmethod
+    def interrupt(self) -> None:
+        """Ends what it computes, if that can be done; nobody waits for it any more."""
 
     @abc.abstractmethod
     def find(self, task: Task, pulled: Pulled) -> Computed:
@@ -181,6 +187,9 @@ class DeviceWorker(Worker):
             self._programs[shapes] = lowered.compile()
 
         return compile_it
+
+    def interrupt(self) -> None:
+        """Nothing: a batch that was begun on a device cannot be stopped."""
 
     def find(self, task: Task, pulled: Pulled) -> Computed:
         """Computes on the device."""
