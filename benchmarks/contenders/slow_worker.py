@@ -1,9 +1,8 @@
 """Contender: a network with two workers, one of which takes four times as long.
 
-Synchronously both wait for the slow one at every step. Nobody can slow one virtual
-device down, so the time is added: a step then sleeps for as long as the slow worker
-would still compute, which is three times what its part of a batch takes alone, measured
-before. Asynchronously the slow worker does sleep three times as long as it computed.
+Nobody can slow one virtual device down, so a delay is added: three times what a part of
+a batch takes alone, which is measured before. Synchronously everybody waits for the
+slow one, so every step takes so much longer; asynchronously its own batches do.
 """
 
 import time
@@ -32,7 +31,7 @@ def main() -> None:
     is_synchronous = options.strategy == "mirrored"
     strategy: Any = mw.Mirrored() if is_synchronous else mw.AsyncServer(STALENESS)
     if not is_synchronous:
-        strategy.slowness = {1: SLOW}
+        strategy.delays = {1: (SLOW - 1) * part}
     model = mw.distribute(keras_model(job), strategy)
 
     class WaitForTheSlowOne(keras.callbacks.Callback):

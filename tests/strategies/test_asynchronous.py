@@ -86,7 +86,7 @@ def test_loss_and_metrics_count_every_sample_once_however_old_its_weights() -> N
 
 def test_a_slow_worker_does_less_and_the_others_do_not_wait_for_it() -> None:
     model, strategy = make_async(1000)
-    strategy.slowness = {1: 100.0}
+    strategy.delays = {1: 0.1}
     fit(model, epochs=2)
     first, slow, last = strategy.workers
     assert slow.updates < min(first.updates, last.updates)

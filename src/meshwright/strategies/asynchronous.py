@@ -63,8 +63,8 @@ class AsyncServer(Strategy):
             first. One that dies more often is given up.
         patience: After how many seconds a worker process that says nothing is taken for
             dead; 600 at first.
-        slowness: For tests and benchmarks: by the number of a worker, how many times as
-            long as it does it takes.
+        delays: For tests and benchmarks: by the number of a worker, seconds that each
+            of its batches takes longer.
 
     >>> import meshwright as mw
     >>> mw.AsyncServer(max_staleness=3, devices=["CPU:0", "CPU:1"])
@@ -106,7 +106,7 @@ class AsyncServer(Strategy):
         self._processes = processes
         usual = STALENESS_PER_WORKER * self.num_workers
         self.max_staleness = usual if max_staleness is None else max_staleness
-        self.slowness: Mapping[int, float] = {}
+        self.delays: Mapping[int, float] = {}
         self._staleness = Staleness()
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ class AsyncServer(Strategy):
             return super().make_pace(model, verb, most_steps)
         self._staleness.clear()
         for worker in self._crew:
-            worker.start_anew(self.slowness.get(worker.number, 1.0))
+            worker.start_anew(self.delays.get(worker.number, 0.0))
         if current_run() is not None and self.max_staleness:
             channel().say(notice=_NOT_REPEATABLE)
         return AsyncPace(model, verb, self.mesh, False, most_steps)

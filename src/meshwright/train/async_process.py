@@ -64,9 +64,9 @@ class ProcessWorker(Worker):
         self.process: subprocess.Popen[bytes] | None = None
         super().__init__(number, f"process {number}")
 
-    def start_anew(self, slowness: float) -> None:
+    def start_anew(self, delay: float) -> None:
         """Sets its figures back; a process that died meanwhile does not count."""
-        super().start_anew(slowness)
+        super().start_anew(delay)
         if self.process is not None and self.process.poll() is not None:
             self.end()
 

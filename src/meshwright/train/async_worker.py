@@ -115,7 +115,7 @@ class Worker(abc.ABC):
     Attributes:
         number: Its number, from 0.
         name: What it computes on.
-        slowness: It takes so many times as long as it does; for tests and benchmarks.
+        delay: Seconds that each of its batches takes longer; for tests and benchmarks.
         figures: What it has done.
         is_given_up: Whether it has died too often.
     """
@@ -123,23 +123,21 @@ class Worker(abc.ABC):
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.start_anew(1.0)
+        self.start_anew(0.0)
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.name})"
 
-    def start_anew(self, slowness: float) -> None:
+    def start_anew(self, delay: float) -> None:
         """Sets its figures back; one that was given up gets another chance."""
-        self.slowness = slowness
+        self.delay = delay
         self.is_given_up = False
         self.figures = WorkerFigures(self.name)
 
     def compute(self, task: Task, pulled: Pulled) -> Computed:
         """Gradients of a batch; waits until they are there."""
-        begin = time.perf_counter()
         computed = self.find(task, pulled)
-        if self.slowness > 1:
-            time.sleep((self.slowness - 1) * (time.perf_counter() - begin))
+        time.sleep(self.delay)
         return computed
 
     @abc.abstractmethod
