@@ -237,6 +237,32 @@ def test_verify_compares_updates_one_after_the_other_with_one_device() -> None:
     )
 
 
+def test_a_strategy_trains_several_models_on_batches_of_the_same_shapes() -> None:
+    strategy = mw.AsyncServer(max_staleness=0, devices=CPUS)
+    plain = make_model()
+    bounded = make_model(0.05, keras.layers.Activation("tanh"))
+    for model in (plain, bounded):
+        mw.distribute(model, strategy)
+    for _ in range(2):
+        ours = [fit(model)["loss"] for model in (plain, bounded)]
+    alone = []
+    for inner in ([], [keras.layers.Activation("tanh")]):
+        model, _ = make_async(0, 0.05, *inner)
+        alone.append([fit(model)["loss"] for _ in range(2)][-1])
+    assert ours == alone
+
+
+def test_layers_can_be_frozen_between_two_trainings() -> None:
+    frozen = keras.layers.Dense(6)
+    model, _ = make_async(4, 0.05, frozen)
+    fit(model)
+    frozen.trainable = False
+    before = np.asarray(frozen.kernel.value)
+    model.compile("sgd", model.loss)
+    fit(model)
+    np.testing.assert_array_equal(before, np.asarray(frozen.kernel.value))
+
+
 def test_remat_gives_the_same_gradients() -> None:
     strategy = mw.AsyncServer(max_staleness=0, devices=CPUS, remat=True)
     assert mw.verify(make_model(), X, Y, strategy, batch_size=50, steps=3).ok

@@ -33,8 +33,9 @@ class Trained(NamedTuple):
 
     def fit(self, most: int = 8, **options: Any) -> dict[str, list[float]]:
         """A training from the start."""
-        mw.distribute(self.model, self.strategy)
-        self.strategy.max_staleness = most
+        if most != self.strategy.max_staleness:
+            self.strategy.max_staleness = most
+            mw.distribute(self.model, self.strategy)  # steps know the bound
         # The seeds of dropout too, which are no weights.
         for variable, value in zip(self.model.variables, self.start, strict=True):
             variable.assign(value)
@@ -62,6 +63,7 @@ def make_model() -> keras.Model:
 def trained() -> Trained:
     model = make_model()
     strategy = mw.AsyncServer(processes=2, devices=["CPU:0"])
+    mw.distribute(model, strategy)
     start = [np.asarray(variable.value) for variable in model.variables]
     return Trained(model, strategy, start)
 
@@ -154,7 +156,7 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_other_goes_on(
     with pytest.warns(WorkerWarning, match="takes its batch, and it is given up"):
         trained.fit()
     assert trained.strategy.staleness.total() == 16
-    assert trained.strategy.staleness.largest < 2
+    assert min(worker.updates for worker in trained.strategy.workers) <= 4
 
 
 def test_without_any_worker_a_training_ends(

@@ -30,7 +30,9 @@ def serve(line: Connection) -> None:
         answer: tuple[str, Any]
         try:
             if request == PROGRAM:
-                programs[number] = _load(*content)
+                program, options, in_use = content
+                programs = {key: programs[key] for key in programs if key in in_use}
+                programs[number] = _load(program, options)
                 answer = DONE, None
             else:
                 answer = DONE, _on_host(programs[number](*content))

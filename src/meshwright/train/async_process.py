@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.data.resident import Shapes
 from meshwright.train.async_child import COMPUTE, FAILED, PROGRAM
 from meshwright.train.async_worker import (
     Computed,
+    ProgramKey,
     Pulled,
     Task,
     Worker,
@@ -30,6 +30,15 @@ _OF_THIS_PROCESS = ("MESHWRIGHT_", "XLA_FLAGS", "JAX_PLATFORMS")
 """Variables that say what devices this process has; a worker has one CPU."""
 
 _GOODBYE_SECONDS = 5.0
+
+
+class Exported(NamedTuple):
+    """A program for another process."""
+
+    number: int
+    portable: export.Exported
+    structure: Any
+    """That of what it returns."""
 
 
 class ProcessWorker(Worker):
@@ -55,11 +64,11 @@ class ProcessWorker(Worker):
         options: dict[str, Any] | None,
     ) -> None:
         self._options = options
-        self._structure: dict[Shapes, Any] = {}
         self._cores = cores
         self._patience = patience
-        self._programs: dict[Shapes, Any] = {}
-        self._sent: set[Shapes] = set()
+        self._programs: dict[ProgramKey, Exported] = {}
+        self._sent: set[int] = set()
+        self._num_exported = 0
         self._line: Connection | None = None
         self.process: subprocess.Popen[bytes] | None = None
         super().__init__(number, f"process {number}")
@@ -70,33 +79,41 @@ class ProcessWorker(Worker):
         if self.process is not None and self.process.poll() is not None:
             self.end()
 
-    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+    def prepare(self, key: ProgramKey, program: Any, state: Any) -> Callable[[], None]:
         """Exports a program; what is returned starts the process and sends it there."""
 
         def flat(state: Any, batch: Any) -> list[Any]:
             # Inside of another program it can have no options for the compiler.
             return jax.tree.leaves(program.__wrapped__(state, batch))
 
-        found = jax.eval_shape(program, state, shapes.tree)
-        exported = export.export(jax.jit(flat), platforms=["cpu"])(state, shapes.tree)
-        self._structure[shapes] = jax.tree.structure(found)
-        self._programs[shapes] = _without_functions(exported), self._options
+        batch = key.shapes.tree
+        structure = jax.tree.structure(jax.eval_shape(program, state, batch))
+        exported = export.export(jax.jit(flat), platforms=["cpu"])(state, batch)
+        portable = _without_functions(exported)
+        self._programs[key] = Exported(self._num_exported, portable, structure)
+        self._num_exported += 1
 
         def send() -> None:
             # If it dies of it, that is told when something is to be computed.
             with contextlib.suppress(WorkerLostError):
-                self._send_program(shapes)
+                self._send_program(self._programs[key])
 
         return send
 
     def find(self, task: Task, pulled: Pulled) -> Computed:
         """Has the process compute."""
-        self._send_program(task.shapes)
+        program = self._programs[task.key]
+        self._send_program(program)
         given = jax.device_get(tuple(pulled[:3]))
-        leaves = self._ask(COMPUTE, task.shapes, (given, task.batch))
-        structure = self._structure[task.shapes]
-        computed: Computed = jax.tree.unflatten(structure, leaves)
+        leaves = self._ask(COMPUTE, program.number, (given, task.batch))
+        computed: Computed = jax.tree.unflatten(program.structure, leaves)
         return computed
+
+    def forget(self, step: int) -> None:
+        """Lets go of programs; the process does when it gets another one."""
+        # At a moment of the garbage collector's; the list is made at once.
+        for key in [key for key in list(self._programs) if key.step == step]:
+            del self._programs[key]
 
     def interrupt(self) -> None:
         """Ends the process; the thread that waits for it hears of that."""
@@ -111,12 +128,14 @@ class ProcessWorker(Worker):
         self.process = self._line = None
         self._sent.clear()
 
-    def _send_program(self, shapes: Shapes) -> None:
+    def _send_program(self, program: Exported) -> None:
         if self._line is None:
             self._start()
-        if shapes not in self._sent:
-            self._ask(PROGRAM, shapes, self._programs[shapes])
-            self._sent.add(shapes)
+        if program.number not in self._sent:
+            in_use = [each.number for each in list(self._programs.values())]
+            content = (program.portable, self._options, in_use)
+            self._ask(PROGRAM, program.number, content)
+            self._sent.add(program.number)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -137,9 +156,8 @@ class ProcessWorker(Worker):
         self._line = Connection(ours.detach())
         weakref.finalize(self, _end, self.process, self._line)
 
-    def _ask(self, request: str, shapes: Shapes, content: Any) -> Any:
+    def _ask(self, request: str, number: int, content: Any) -> Any:
         assert self._line is not None
-        number = list(self._programs).index(shapes)
         words = pickle.dumps((request, number, content), protocol=5)
         try:
             self._line.send_bytes(words)

@@ -1,9 +1,11 @@
 """The programs that a training step becomes when its update happens elsewhere."""
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 from meshwright.data.resident import Shapes
@@ -12,13 +14,20 @@ from meshwright.devices.strategy_hooks import replacing_forward_pass
 from meshwright.models.formulations import compiler_options, in_best_form
 from meshwright.models.forward import in_blocks
 from meshwright.parallel.mesh import replicated
-from meshwright.train.async_worker import Computed, Worker, placed_shapes
+from meshwright.train.async_worker import (
+    Computed,
+    ProgramKey,
+    Worker,
+    placed_shapes,
+)
 from meshwright.train.pure_step import pure
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh
+
+_numbers = count()
 
 
 class ServerPrograms(NamedTuple):
@@ -52,6 +61,10 @@ class AsyncPrograms:
         self._gradients = pure(model, "train_step", self._gradients_of)
         self.for_server = cache(self._for_server)
         self.gradients = cache(self._jitted_gradients)
+        self._keeps_outputs = cache(self._find_whether_to_keep_outputs)
+        self._number = next(_numbers)
+        for worker in workers:
+            weakref.finalize(self, worker.forget, self._number)
         self._prepared: set[Shapes] = set()
 
     @property
@@ -68,11 +81,16 @@ class AsyncPrograms:
         program = self.gradients(self._keeps_outputs(shapes))
         weights, others, _, metrics = self.state_shapes()
         state = (weights, others, metrics)
-        rests = [worker.prepare(shapes, program, state) for worker in self._workers]
+        key = self.key(shapes)
+        rests = [worker.prepare(key, program, state) for worker in self._workers]
         with ThreadPoolExecutor() as threads:
             for done in [threads.submit(rest) for rest in rests]:
                 done.result()
         self._prepared.add(shapes)
+
+    def key(self, shapes: Shapes) -> ProgramKey:
+        """By which workers know what to run on batches of some shapes."""
+        return ProgramKey(self._number, shapes)
 
     def state_shapes(self) -> Any:
         """Shapes and types of the lists of Keras' state."""
@@ -182,8 +200,7 @@ class AsyncPrograms:
         found: Computed = jax.eval_shape(run, (weights, others, metrics), shapes.tree)
         return found
 
-    @cache  # noqa: B019  (lives as long as the model)
-    def _keeps_outputs(self, shapes: Shapes) -> bool:
+    def _find_whether_to_keep_outputs(self, shapes: Shapes) -> bool:
         """Whether metrics want the outputs of the model; they may be large."""
         weights, others, slots, metrics = self.state_shapes()
         computed = self._computed_shapes(shapes)

@@ -92,8 +92,9 @@ class UpdateServer:
 
         The newest state is `state`, also if a worker fails or Ctrl-C is pressed.
         """
+        self.state = state
         for task in tasks:
-            self._programs.prepare(task.shapes)
+            self._programs.prepare(task.key.shapes)
         weights, others, slots, metrics = jax.device_put(state, self._place)
         # Updates use them up, and averages of weights may be the weights themselves.
         self.state = weights, others, _copied(slots), metrics
@@ -216,7 +217,7 @@ class UpdateServer:
         if task.drawn is None:
             # Seeds follow the order of the data, whoever computes, and however long.
             task.drawn = [others[i] for i in numbers]
-            draw = self._programs.for_server(task.shapes).draw
+            draw = self._programs.for_server(task.key.shapes).draw
             if draw is not None:
                 after = draw((weights, others, metrics), task.batch)
                 now = _with(others, numbers, after)
@@ -271,7 +272,7 @@ class UpdateServer:
     ) -> None:
         weights, others, slots, metrics = self.state
         age = self._bound.apply(worker.number)
-        logs, self.state = self._programs.for_server(task.shapes).apply(
+        logs, self.state = self._programs.for_server(task.key.shapes).apply(
             *(slots, weights, others, metrics, computed),
             *(pulled.others, pulled.metrics, np.bool_(age == 0), task.batch),
         )

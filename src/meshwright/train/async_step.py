@@ -10,7 +10,13 @@ from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.memory import explaining_exhaustion
 from meshwright.devices.settings import current_settings
-from meshwright.devices.step import StepCheck, StepState, batch_size, give_values
+from meshwright.devices.step import (
+    StepCheck,
+    StepState,
+    batch_size,
+    give_values,
+    variables_of,
+)
 from meshwright.errors import StrategyError
 from meshwright.models.work import count_flops, guess_seconds
 from meshwright.parallel.batch import PlacedBatch, PlacedStack
@@ -68,17 +74,28 @@ class AsyncStep:
         self._what = f"{step.__name__} of {model.name!r}"
         self._state = StepState(model)
         self.giving_back = self._state.giving_back
-        self._programs = AsyncPrograms(model, remat, server, workers)
-        self._server = UpdateServer(
-            self._programs,
-            workers,
-            replicated(server),
-            most,
-            skips,
-            staleness,
-            restarts,
+        self._make_programs = partial(AsyncPrograms, model, remat, server, workers)
+        self._make_server = partial(
+            UpdateServer,
+            workers=workers,
+            place=replicated(server),
+            most=most,
+            skips=skips,
+            staleness=staleness,
+            restarts=restarts,
         )
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forgets what is known by the places of variables in their lists."""
+        self._places = self._places_of_variables()
+        self._programs = self._make_programs()
+        self._server = self._make_server(self._programs)
         self._seen: set[Shapes] = set()
+
+    def _places_of_variables(self) -> list[list[int]]:
+        groups = variables_of(self._model, ((), ()))
+        return [[id(variable) for variable in group] for group in groups]
 
     def put(self, data: Any) -> PlacedBatch:
         """A batch of the host, kept until workers take their parts of it."""
@@ -120,16 +137,18 @@ class AsyncStep:
     def guess_seconds(self, batch: Any, cores: int | None) -> float:
         """A guess of what all workers together take for a batch."""
         (task, *_) = self._tasks([self.put(batch)])
-        program = self._programs.trace(task.shapes)
+        program = self._programs.trace(task.key.shapes)
         flops, operations = count_flops(program), len(program.jaxpr.eqns)
         return guess_seconds(flops, operations, cores)
 
     def _train(self, state: Any, batches: Sequence[PlacedBatch]) -> Any:
+        if self._places_of_variables() != self._places:
+            self._start_anew()  # layers have been frozen, or are trained again
         tasks = self._tasks(batches)
         parts = [self._num_parts(batch.size) for batch in batches]
         self._look(tasks, state)
-        is_new = any(task.shapes not in self._seen for task in tasks)
-        self._seen |= {task.shapes for task in tasks}
+        is_new = any(task.key.shapes not in self._seen for task in tasks)
+        self._seen |= {task.key.shapes for task in tasks}
         with (
             telling_of_compiling(is_new),
             explaining_exhaustion(self._what, tasks[0].size, 1),
@@ -137,7 +156,9 @@ class AsyncStep:
             logs = self._serve(state, tasks)
         # After as many updates as belong to each batch, whosever these were.
         known = [logs[end - 1] for end in accumulate(parts)]
-        return known, self._state.keep(self._server.state)
+        # The server keeps nothing between dispatches: it would be twice the memory.
+        newest, self._server.state = self._server.state, None
+        return known, self._state.keep(newest)
 
     def _serve(self, state: Any, tasks: list[Task]) -> list[Any]:
         try:
@@ -159,7 +180,7 @@ class AsyncStep:
             for part in cut_up(batch.arrays, batch.size, len(self._workers))
         ]
         return [
-            Task(number, part, batch_size(part), Shapes.of(part))
+            Task(number, part, batch_size(part), self._programs.key(Shapes.of(part)))
             for number, part in enumerate(parts)
         ]
 

@@ -23,7 +23,7 @@ class Task:
         number: Its place in the order of the data.
         batch: Arrays on the host.
         size: Its samples.
-        shapes: The shapes and types of its arrays.
+        key: What is to be run on it.
         drawn: States of random numbers, seeds and counters that it starts from; None
             until it is first taken.
     """
@@ -31,8 +31,17 @@ class Task:
     number: int
     batch: Any
     size: int
-    shapes: Shapes
+    key: "ProgramKey"
     drawn: list[Any] | None = None
+
+
+class ProgramKey(NamedTuple):
+    """Tells the programs of workers apart, which may work for several models."""
+
+    step: int
+    """The number of the training step."""
+    shapes: Shapes
+    """The shapes and types of the batches."""
 
 
 class Pulled(NamedTuple):
@@ -141,17 +150,21 @@ class Worker(abc.ABC):
         return computed
 
     @abc.abstractmethod
-    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+    def prepare(self, key: ProgramKey, program: Any, state: Any) -> Callable[[], None]:
         """Gets ready for batches of some shapes.
 
         Arguments:
-            shapes: Those of the batches.
+            key: By which tasks will call for the program.
             program: What gives gradients, a function under `jax.jit`.
             state: Shapes and types of what it takes besides a batch.
 
         Returns:
             The rest of it, which a thread may do.
         """
+
+    @abc.abstractmethod
+    def forget(self, step: int) -> None:
+        """Lets go of the programs of a training step that is no more."""
 
     @abc.abstractmethod
     def interrupt(self) -> None:
@@ -174,17 +187,23 @@ class DeviceWorker(Worker):
     def __init__(self, number: int, name: str, place: NamedSharding) -> None:
         super().__init__(number, name)
         self._place = place
-        self._programs: dict[Shapes, Callable[[Any, Any], Computed]] = {}
+        self._programs: dict[ProgramKey, Callable[[Any, Any], Computed]] = {}
 
-    def prepare(self, shapes: Shapes, program: Any, state: Any) -> Callable[[], None]:
+    def prepare(self, key: ProgramKey, program: Any, state: Any) -> Callable[[], None]:
         """Lowers a program; what is returned compiles it."""
-        placed = placed_shapes((state, shapes.tree), self._place)
+        placed = placed_shapes((state, key.shapes.tree), self._place)
         lowered = program.lower(*placed)
 
         def compile_it() -> None:
-            self._programs[shapes] = lowered.compile()
+            self._programs[key] = lowered.compile()
 
         return compile_it
+
+    def forget(self, step: int) -> None:
+        """Lets go of executables."""
+        # At a moment of the garbage collector's; the list is made at once.
+        for key in [key for key in list(self._programs) if key.step == step]:
+            del self._programs[key]
 
     def interrupt(self) -> None:
         """Nothing: a batch that was begun on a device cannot be stopped."""
@@ -192,7 +211,7 @@ class DeviceWorker(Worker):
     def find(self, task: Task, pulled: Pulled) -> Computed:
         """Computes on the device."""
         state = jax.device_put(tuple(pulled[:3]), self._place)
-        computed = self._programs[task.shapes](state, task.batch)
+        computed = self._programs[task.key](state, task.batch)
         np.asarray(computed.finite)  # waits for it
         self.figures.bytes_moved += bytes_of((pulled[:3], task.batch, computed))
         return computed
