@@ -33,9 +33,7 @@ class Trained(NamedTuple):
 
     def fit(self, most: int = 8, **options: Any) -> dict[str, list[float]]:
         """A training from the start."""
-        if most != self.strategy.max_staleness:
-            self.strategy.max_staleness = most
-            mw.distribute(self.model, self.strategy)  # steps know the bound
+        self.strategy.max_staleness = most
         # The seeds of dropout too, which are no weights.
         for variable, value in zip(self.model.variables, self.start, strict=True):
             variable.assign(value)
@@ -71,9 +69,7 @@ def trained() -> Trained:
 @pytest.fixture(autouse=True)
 def usual_limits(trained: Trained) -> None:
     """Undoes what a test has set."""
-    trained.strategy.restarts = 3
-    for worker in trained.workers():
-        worker._patience = 600.0
+    trained.strategy.restarts, trained.strategy.patience = 3, 600.0
 
 
 def at_task(
@@ -139,8 +135,7 @@ def test_a_worker_that_stops_is_taken_for_dead(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained.fit()
-    for worker in trained.workers():
-        worker._patience = 1.0
+    trained.strategy.patience = 1.0
     at_task(monkeypatch, send(signal.SIGSTOP), 4)
     with pytest.warns(WorkerWarning, match=r"process \d\) said nothing for 1 s after"):
         trained.fit()

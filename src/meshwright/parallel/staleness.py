@@ -22,6 +22,7 @@ class StalenessBound:
         most: The largest staleness.
 
     Attributes:
+        most: It may be changed while nobody computes.
         version: Updates so far.
 
     >>> bound = StalenessBound(most=1)
@@ -38,7 +39,7 @@ class StalenessBound:
 
     def __init__(self, most: int) -> None:
         self.version = 0
-        self._most = most
+        self.most = most
         self._pulled: dict[Hashable, int] = {}
 
     @property
@@ -48,7 +49,7 @@ class StalenessBound:
 
     def may_pull(self) -> bool:
         """Whether one more worker can compute and come in time."""
-        return len(self._pulled) <= self._most
+        return len(self._pulled) <= self.most
 
     def pull(self, worker: Hashable) -> None:
         """A worker takes the weights of now."""
@@ -60,7 +61,7 @@ class StalenessBound:
         """Whether all others come in time if this worker's gradients are next."""
         after = self.version + 1
         left = sorted(
-            self._most - (after - version)
+            self.most - (after - version)
             for other, version in self._pulled.items()
             if other != worker
         )

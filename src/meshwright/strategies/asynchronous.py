@@ -19,8 +19,14 @@ from meshwright.strategies.attach import place
 from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 from meshwright.train.async_pace import AsyncPace
 from meshwright.train.async_process import ProcessWorker, shares_of_cores
+from meshwright.train.async_server import Rules
 from meshwright.train.async_step import AsyncStep
-from meshwright.train.async_worker import DeviceWorker, Worker, WorkerTable
+from meshwright.train.async_worker import (
+    PATIENCE_SECONDS,
+    DeviceWorker,
+    Worker,
+    WorkerTable,
+)
 from meshwright.train.mesh_step import MeshStep
 from meshwright.train.pace import Pace
 from meshwright.train.run import current_run
@@ -72,7 +78,7 @@ class AsyncServer(Strategy):
     """
 
     restarts: int = 3
-    patience: float = 600.0
+    patience: float = PATIENCE_SECONDS
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class AsyncServer(Strategy):
             shares = shares_of_cores(self._processes)
             options = compiler_options(self.home)
             return [
-                ProcessWorker(number, cores, self.patience, options)
+                ProcessWorker(number, cores, options)
                 for number, cores in enumerate(shares)
             ]
         return [
@@ -156,7 +162,7 @@ class AsyncServer(Strategy):
             return super().make_pace(model, verb, most_steps)
         self._staleness.clear()
         for worker in self._crew:
-            worker.start_anew(self.delays.get(worker.number, 0.0))
+            worker.start_anew(self.delays.get(worker.number, 0.0), self.patience)
         if current_run() is not None and self.max_staleness:
             channel().say(notice=_NOT_REPEATABLE)
         return AsyncPace(model, verb, self.mesh, False, most_steps)
@@ -168,18 +174,20 @@ class AsyncServer(Strategy):
         if step.__name__ != "train_step":
             # All variables are brought to all devices for it.
             return MeshStep(model, step, self.plan, self.mesh, places={})
-        run = current_run()
         return AsyncStep(
             model,
             step,
             self.home,
             self._crew,
-            most=self.max_staleness,
             remat=self.plan.remat,
-            skips=run is not None and run.orders.on_nan == "skip",
+            rules=self._rules,
             staleness=self._staleness,
-            restarts=self.restarts,
         )
+
+    def _rules(self) -> Rules:
+        run = current_run()
+        skips = run is not None and run.orders.on_nan == "skip"
+        return Rules(self.max_staleness, self.restarts, skips)
 
     def updates_of(self, batch: Any, size: int) -> list[Any]:
         """The batches of the workers, in their order."""

@@ -49,7 +49,6 @@ class ProcessWorker(Worker):
     Arguments:
         number: Its number, from 0.
         cores: The cores that it uses; all if there are none.
-        patience: A process that says nothing for so many seconds is taken for dead.
         options: What XLA is told when it compiles for a CPU.
 
     Attributes:
@@ -60,12 +59,10 @@ class ProcessWorker(Worker):
         self,
         number: int,
         cores: list[int],
-        patience: float,
         options: dict[str, Any] | None,
     ) -> None:
         self._options = options
         self._cores = cores
-        self._patience = patience
         self._programs: dict[ProgramKey, Exported] = {}
         self._sent: set[int] = set()
         self._num_exported = 0
@@ -73,9 +70,9 @@ class ProcessWorker(Worker):
         self.process: subprocess.Popen[bytes] | None = None
         super().__init__(number, f"process {number}")
 
-    def start_anew(self, delay: float) -> None:
+    def start_anew(self, delay: float, patience: float) -> None:
         """Sets its figures back; a process that died meanwhile does not count."""
-        super().start_anew(delay)
+        super().start_anew(delay, patience)
         if self.process is not None and self.process.poll() is not None:
             self.end()
 
@@ -161,8 +158,8 @@ class ProcessWorker(Worker):
         words = pickle.dumps((request, number, content), protocol=5)
         try:
             self._line.send_bytes(words)
-            if not self._line.poll(self._patience):
-                raise self._lost(f"said nothing for {self._patience:g} s")
+            if not self._line.poll(self.patience):
+                raise self._lost(f"said nothing for {self.patience:g} s")
             answer = self._line.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._lost() from error

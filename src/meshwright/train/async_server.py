@@ -5,8 +5,8 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from meshwright.cluster.channel import channel
 from meshwright.devices.start import user_line
@@ -39,6 +39,16 @@ _NO_LOGS = {"loss": np.float32(np.nan)}
 """Those of a gradient that was left out before there was any update."""
 
 
+class Rules(NamedTuple):
+    """By which rules updates are made."""
+
+    max_staleness: int
+    restarts: int
+    """How many times each worker may come back in a `fit`."""
+    skips: bool
+    """Whether gradients that are NaN are left out instead of refused."""
+
+
 class UpdateServer:
     """Gives batches and weights to workers, and applies what they push.
 
@@ -49,10 +59,8 @@ class UpdateServer:
         programs: What is run.
         workers: The workers.
         place: The device of the server.
-        most: The largest staleness.
-        skips: Whether gradients that are NaN are left out instead of refused.
+        rules: Says by which rules a dispatch is served.
         staleness: Counts the updates by their staleness.
-        restarts: How many times each worker may come back.
 
     Attributes:
         state: The newest state, in the lists of Keras'.
@@ -65,18 +73,16 @@ class UpdateServer:
         programs: AsyncPrograms,
         workers: Sequence[Worker],
         place: NamedSharding,
-        most: int,
-        skips: bool,
+        rules: Callable[[], Rules],
         staleness: Staleness,
-        restarts: int = 0,
     ) -> None:
         self._programs = programs
         self._workers = workers
         self._place = place
-        self._skips = skips
-        self._bound = StalenessBound(most)
+        self._find_rules = rules
+        self._rules = rules()
+        self._bound = StalenessBound(self._rules.max_staleness)
         self._staleness = staleness
-        self._restarts = restarts
         self._losses: list[str] = []
         self._changed = threading.Condition()
         self._waiting: deque[Task] = deque()
@@ -93,6 +99,9 @@ class UpdateServer:
         The newest state is `state`, also if a worker fails or Ctrl-C is pressed.
         """
         self.state = state
+        # A user may have changed them.
+        self._rules = self._find_rules()
+        self._bound.most = self._rules.max_staleness
         for task in tasks:
             self._programs.prepare(task.key.shapes)
         weights, others, slots, metrics = jax.device_put(state, self._place)
@@ -177,20 +186,20 @@ class UpdateServer:
                 return False
             figures.restarts += 1
             self._waiting.appendleft(task)
-            worker.is_given_up = figures.restarts > self._restarts
+            worker.is_given_up = figures.restarts > self._rules.restarts
             self._tell(worker, because)
             self._changed.notify_all()
         if all(each.is_given_up for each in self._workers):
             raise WorkerError(
                 f"{worker} {because}, and no other worker is left.",
-                f"A worker is started again {self._restarts} times in a fit.",
+                f"A worker is started again {self._rules.restarts} times in a fit.",
                 "Look at what the workers printed, at the memory of the machine, or "
                 "raise strategy.restarts.",
             )
         return not worker.is_given_up
 
     def _tell(self, worker: Worker, because: str) -> None:
-        times = f"{worker.figures.restarts} of {self._restarts} times"
+        times = f"{worker.figures.restarts} of {self._rules.restarts} times"
         what = "is given up" if worker.is_given_up else f"is started again, {times}"
         self._losses.append(
             f"{worker} {because} after {self._bound.version} updates. Another one "
@@ -230,7 +239,7 @@ class UpdateServer:
     ) -> bool:
         if bool(np.asarray(computed.finite)):
             return True
-        if self._skips:
+        if self._rules.skips:
             return False
         raise NumericError(
             f"The loss or a gradient of {worker} is NaN or infinite, for batch "

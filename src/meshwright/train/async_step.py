@@ -1,6 +1,6 @@
 """A Keras training step whose gradients are applied as they arrive."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,7 @@ from meshwright.parallel.mesh import replicated
 from meshwright.parallel.microbatch import cut_up
 from meshwright.parallel.staleness import Staleness
 from meshwright.train.async_programs import AsyncPrograms
-from meshwright.train.async_server import UpdateServer
+from meshwright.train.async_server import Rules, UpdateServer
 from meshwright.train.async_worker import Task, Worker
 from meshwright.train.listeners import Logs
 
@@ -45,11 +45,9 @@ class AsyncStep:
         step: Keras' training step.
         server: The device of the server.
         workers: The workers.
-        most: The largest staleness.
         remat: Whether activations are computed again for the gradients.
-        skips: Whether gradients that are NaN are left out.
+        rules: Says by which rules a dispatch is served.
         staleness: Counts the updates by their staleness.
-        restarts: How many times each worker may come back.
     """
 
     measures_kernels = False
@@ -61,11 +59,9 @@ class AsyncStep:
         server: Mesh,
         workers: Sequence[Worker],
         *,
-        most: int,
         remat: bool,
-        skips: bool,
+        rules: Callable[[], Rules],
         staleness: Staleness,
-        restarts: int,
     ) -> None:
         _refuse_what_cannot_be_taken_apart(model, step)
         self._model = model
@@ -79,10 +75,8 @@ class AsyncStep:
             UpdateServer,
             workers=workers,
             place=replicated(server),
-            most=most,
-            skips=skips,
+            rules=rules,
             staleness=staleness,
-            restarts=restarts,
         )
         self._start_anew()
 

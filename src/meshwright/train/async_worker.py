@@ -14,6 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+PATIENCE_SECONDS = 600.0
+"""A worker that can be lost is waited for so long, if nobody says otherwise."""
+
 
 @dataclass(eq=False)
 class Task:
@@ -125,6 +128,7 @@ class Worker(abc.ABC):
         number: Its number, from 0.
         name: What it computes on.
         delay: Seconds that each of its batches takes longer; for tests and benchmarks.
+        patience: If it can be lost, after so many seconds without a word.
         figures: What it has done.
         is_given_up: Whether it has died too often.
     """
@@ -132,14 +136,15 @@ class Worker(abc.ABC):
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.start_anew(0.0)
+        self.start_anew(0.0, PATIENCE_SECONDS)
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.name})"
 
-    def start_anew(self, delay: float) -> None:
+    def start_anew(self, delay: float, patience: float) -> None:
         """Sets its figures back; one that was given up gets another chance."""
         self.delay = delay
+        self.patience = patience
         self.is_given_up = False
         self.figures = WorkerFigures(self.name)
 
