@@ -5,10 +5,12 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import meshwright as mw
+from meshwright.cluster.channel import Channel
 from meshwright.data.mnist import load_digits
 from meshwright.errors import (
     MemoryLimitError,
@@ -24,6 +26,8 @@ from meshwright.train.async_worker import DeviceWorker, Pulled, Task
 import keras
 import numpy as np
 import pytest
+
+from interruptions import bits_of, in_one_go, with_interruptions
 
 pytestmark = pytest.mark.usefixtures("small_programs_are_cached")
 
@@ -213,10 +217,12 @@ def test_every_update_has_random_numbers_of_its_own(
 
 def test_statistics_of_batchnorm_gather_what_all_workers_saw() -> None:
     norm = keras.layers.BatchNormalization(momentum=0.97)
-    model, _ = make_async(6, 0.0, norm)
-    fit(model, epochs=5)
+    model, strategy = make_async(6, 0.0, norm)
+    strategy.delays = dict.fromkeys(range(3), 0.004)  # so that all compute at once
+    fit(model, x=X + 4.0, epochs=5)
+    assert strategy.staleness.mean > 0.5
     # Batches of four samples vary by less than all samples do.
-    mean, deviation = X.mean(axis=0), 3 / 4 * X.var(axis=0)
+    mean, deviation = 4.0 + X.mean(axis=0), 3 / 4 * X.var(axis=0)
     share = 1 - 0.97**150  # of the way from where they started
     np.testing.assert_allclose(norm.moving_mean, mean * share, atol=0.15)
     wanted = deviation * share + (1 - share)
@@ -285,6 +291,37 @@ def test_asynchronous_and_synchronous_training_both_learn_digits() -> None:
         _, right[name] = model.evaluate(digits.x_test, digits.y_test, verbose=0)
     assert right["mirrored"] > 0.75
     assert right["async"] > 0.75
+
+
+def test_a_run_that_was_interrupted_goes_on_with_what_the_server_had(
+    tmp_path: Path,
+) -> None:
+    def train() -> Any:
+        inner = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
+        model, strategy = make_async(0, 0.05, *inner)
+        history = fit(model, epochs=2)
+        return bits_of(model), history, strategy.staleness.total()
+
+    *expected, total = in_one_go(train, tmp_path / "a", save_every=5)
+    *found, later = with_interruptions(train, tmp_path / "b", 7, save_every=5)
+    assert found == expected
+    assert (total, later) == (60, 45)  # it went on after the fifth of 20 steps
+
+
+def test_a_run_says_that_it_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(Channel, "say", lambda self, **facts: said.append(facts))
+    run = SimpleNamespace(orders=SimpleNamespace(on_nan="stop"))
+    monkeypatch.setattr(asynchronous, "current_run", lambda: run)
+    for most in (0, 3):
+        model, _ = make_async(most)
+        fit(model)
+    notices = [facts["notice"] for facts in said if "notice" in facts]
+    assert notices == [
+        "AsyncServer with max_staleness > 0: a resumed training goes on with the "
+        "weights that were saved, but not bit for bit as it would have without an "
+        "interruption"
+    ]
 
 
 def failing_at(

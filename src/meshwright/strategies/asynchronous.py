@@ -160,9 +160,7 @@ class AsyncServer(Strategy):
         """How steps are dispatched: those of `fit` without a place on the mesh."""
         if verb != "fit":
             return super().make_pace(model, verb, most_steps)
-        self._staleness.clear()
-        for worker in self._crew:
-            worker.start_anew(self.delays.get(worker.number, 0.0), self.patience)
+        self._start_anew()
         if current_run() is not None and self.max_staleness:
             channel().say(notice=_NOT_REPEATABLE)
         return AsyncPace(model, verb, self.mesh, False, most_steps)
@@ -174,6 +172,7 @@ class AsyncServer(Strategy):
         if step.__name__ != "train_step":
             # All variables are brought to all devices for it.
             return MeshStep(model, step, self.plan, self.mesh, places={})
+        self._start_anew()
         return AsyncStep(
             model,
             step,
@@ -183,6 +182,12 @@ class AsyncServer(Strategy):
             rules=self._rules,
             staleness=self._staleness,
         )
+
+    def _start_anew(self) -> None:
+        """Sets all figures back."""
+        self._staleness.clear()
+        for worker in self._crew:
+            worker.start_anew(self.delays.get(worker.number, 0.0), self.patience)
 
     def _rules(self) -> Rules:
         run = current_run()

@@ -110,17 +110,29 @@ class UpdateServer:
         self._waiting.extend(tasks)
         self._num_left = len(tasks)
         self._logs, self._error, self._is_stopped = [], None, False
-        threads = [
-            threading.Thread(target=self._work, args=(worker,), name=str(worker))
-            for worker in self._workers
-            if not worker.is_given_up
-        ]
+        self._serve(
+            [
+                threading.Thread(target=self._work, args=(worker,), name=str(worker))
+                for worker in self._workers
+                if not worker.is_given_up
+            ]
+        )
+        self._warn_of_losses()
+        if self._error is not None:
+            raise self._error
+        return self._logs
+
+    def _serve(self, threads: Sequence[threading.Thread]) -> None:
+        """Lets workers work until everything is done, or something stops them."""
         try:
             with self._changed:
                 for thread in threads:
                     thread.start()
+                told = self._bound.version
                 while not self._changed.wait_for(self._is_over, _LIFE_SECONDS):
-                    channel().live()
+                    if self._bound.version != told:
+                        channel().live()
+                    told = self._bound.version
         except BaseException:  # Ctrl-C
             self._stop()
             for worker in self._workers:
@@ -131,10 +143,6 @@ class UpdateServer:
             for thread in threads:
                 if thread.ident is not None:  # Ctrl-C may come before it is started
                     thread.join()
-        self._warn_of_losses()
-        if self._error is not None:
-            raise self._error
-        return self._logs
 
     def _warn_of_losses(self) -> None:
         """In the main thread, where a user's filters for warnings are."""
