@@ -421,7 +421,7 @@ MODELS = {
     "own-loss": Case(OwnLoss, table),
     "own-step": Case(OwnStep, table),
 }
-ASYNC_IN_SHORT = ("cnn", "dropout")
+ASYNC_IN_SHORT = ("cnn",)
 CORE = ("mlp", "cnn", "dropout")
 LOOPED = (*CORE, "lstm")
 """Models that train in loops of steps in `make test`; all do in `make soak`."""

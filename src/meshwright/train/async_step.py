@@ -130,10 +130,11 @@ class AsyncStep:
 
     def guess_seconds(self, batch: Any, cores: int | None) -> float:
         """A guess of what all workers together take for a batch."""
-        (task, *_) = self._tasks([self.put(batch)])
-        program = self._programs.trace(task.key.shapes)
-        flops, operations = count_flops(program), len(program.jaxpr.eqns)
-        return guess_seconds(flops, operations, cores)
+        tasks = self._tasks([self.put(batch)])
+        program = self._programs.trace(tasks[0].key.shapes)
+        # Cores are shared, accelerators are not.
+        flops = count_flops(program) * (len(tasks) if cores else 1)
+        return guess_seconds(flops, len(program.jaxpr.eqns), cores)
 
     def _train(self, state: Any, batches: Sequence[PlacedBatch]) -> Any:
         if self._places_of_variables() != self._places:
@@ -160,8 +161,8 @@ class AsyncStep:
         except BaseException:
             # Also after Ctrl-C: what was applied is not lost.
             if self._server.state is not None:
-                self._state.keep(self._server.state)
-                give_values(self._model, self._server.state)
+                newest, self._server.state = self._server.state, None
+                give_values(self._model, self._state.keep(newest))
             raise
 
     def _num_parts(self, size: int) -> int:
