@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import meshwright as mw
-from meshwright.errors import PlanError, WorkerError, WorkerWarning
+from meshwright.errors import PlanError, StrategyError, WorkerError, WorkerWarning
 from meshwright.strategies import asynchronous
 from meshwright.train.async_process import ProcessWorker, shares_of_cores
 from meshwright.train.async_worker import Pulled, Task
 
+import jax
 import keras
 import numpy as np
 import psutil
@@ -241,6 +242,30 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+class CallsBack(keras.layers.Layer):
+    """Asks Python while it computes."""
+
+    def call(self, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x + jax.pure_callback(np.sin, shape, jax.lax.stop_gradient(x))
+
+
+def test_a_step_that_calls_back_into_the_script_is_refused(trained: Trained) -> None:
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.add(CallsBack())
+    model.compile("sgd", "mse")
+    mw.distribute(model, trained.strategy)
+    with pytest.raises(StrategyError) as raised:
+        model.fit(X, X[:, :1], 12, verbose=0)
+    assert raised.value.received.startswith(
+        "A training step cannot be sent to worker processes: "
+    )
+    assert str(raised.value).endswith(
+        "\nThey know nothing of the script, so a step must not call back into it.\n"
+        "Leave processes out: then devices of this process are the workers."
+    )
 
 
 def test_cores_are_dealt_out_if_there_are_enough() -> None:

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from meshwright.errors import StrategyError
 from meshwright.train.async_child import COMPUTE, FAILED, PROGRAM
 from meshwright.train.async_worker import (
     Computed,
@@ -85,8 +86,7 @@ class ProcessWorker(Worker):
 
         batch = key.shapes.tree
         structure = jax.tree.structure(jax.eval_shape(program, state, batch))
-        exported = export.export(jax.jit(flat), platforms=["cpu"])(state, batch)
-        portable = _without_functions(exported)
+        portable = _exported(flat, state, batch)
         self._programs[key] = Exported(self._num_exported, portable, structure)
         self._num_exported += 1
 
@@ -114,9 +114,10 @@ class ProcessWorker(Worker):
 
     def interrupt(self) -> None:
         """Ends the process; the thread that waits for it hears of that."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        process = self.process  # the thread lets go of it when it hears
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def end(self) -> None:
         """Ends the process."""
@@ -176,6 +177,19 @@ class ProcessWorker(Worker):
             because = _how_it_ended(process)
         self.end()
         return WorkerLostError(because)
+
+
+def _exported(program: Any, state: Any, batch: Any) -> export.Exported:
+    try:
+        exported = export.export(jax.jit(program), platforms=["cpu"])(state, batch)
+    except (NotImplementedError, ValueError) as error:
+        raise StrategyError(
+            "A training step cannot be sent to worker processes: "
+            f"{str(error).splitlines()[0]}",
+            "They know nothing of the script, so a step must not call back into it.",
+            "Leave processes out: then devices of this process are the workers.",
+        ) from error
+    return _without_functions(exported)
 
 
 def _without_functions(exported: export.Exported) -> export.Exported:
