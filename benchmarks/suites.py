@@ -295,7 +295,32 @@ def ensemble(is_short: bool) -> list[Comparison]:
     return found
 
 
+def asynchronous(is_short: bool) -> list[Comparison]:
+    """Two workers, one four times as slow, with and without waiting: 2 minutes."""
+    sizes = sized("cnn", is_short)
+
+    def slowed(name: str, strategy: str) -> Contender:
+        return Contender(
+            name=name,
+            script="slow_worker.py",
+            arguments=["--strategy", strategy, *sizes],
+            environment=CPU,
+        )
+
+    return [
+        Comparison(
+            name="reference CNN, one of two workers four times as slow",
+            contenders=[
+                slowed("synchronous", "mirrored"),
+                slowed("asynchronous", "async"),
+            ],
+            bars=[Bar(ours="asynchronous", theirs="synchronous", speedup=1.5)],
+        )
+    ]
+
+
 SUITES: dict[str, Callable[[bool], Sequence[Comparison]]] = {
+    "async": asynchronous,
     "checkpoints": checkpoints,
     "devices": devices,
     "ensemble": ensemble,

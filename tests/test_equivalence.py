@@ -424,6 +424,7 @@ MODELS = {
     "own-loss": Case(OwnLoss, table),
     "own-step": Case(OwnStep, table),
 }
+ASYNC_IN_SHORT = ("cnn",)
 CORE = ("mlp", "cnn", "dropout")
 OF_OPTIMIZERS = ("clipped", "averaged", "scaled", "own-step")
 """Models that ask more of an update than a gradient for each weight."""
@@ -533,6 +534,32 @@ def test_a_packed_member_equals_its_solo_run(name: str) -> None:
     assert trials[1].history.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_allclose(trials[1].history[key], values, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ASYNC_IN_SHORT else pytest.mark.soak)
+        for name in MODELS
+        if name not in ("scaled", "own-step")  # these are refused
+    ],
+)
+def test_asynchronous_updates_without_staleness_equal_one_device(name: str) -> None:
+    """One device is given the batches of the workers, one after the other."""
+    x, y = MODELS[name].data(48)
+    starts = range(0, 48, 12)
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i : i + 12], (x, y)) for i in starts]
+    reference, options = build(name), {"epochs": 2, "verbose": 0, "shuffle": False}
+    keras.utils.set_random_seed(11)
+    batches = (part for _ in range(3) for part in parts)
+    expected = reference.fit(batches, steps_per_epoch=4, **options).history
+
+    model = mw.distribute(build(name), mw.AsyncServer(0, CPUS[:2]))
+    history = train(model, name, 48, shuffle=False)
+    assert_equal_weights(model, reference, 2e-6)
+    assert history.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-5, err_msg=key)
 
 
 LOOP = {"size": 38, "batch_size": 4, "epochs": 1}

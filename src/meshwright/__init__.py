@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.plan import Plan
     from meshwright.planner.report import PlanReport
     from meshwright.report.tuning import tune
+    from meshwright.strategies.asynchronous import AsyncServer
     from meshwright.strategies.automatic import Auto
     from meshwright.strategies.by_hand import device
     from meshwright.strategies.central_storage import CentralStorage
@@ -54,6 +55,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "FSDP",
+    "AsyncServer",
     "Auto",
     "CentralStorage",
     "Device",
@@ -90,6 +92,7 @@ __all__ = [
 # Where the names live that are imported on first use; as above, for type checkers.
 _HOMES = {
     "FSDP": "strategies.names",
+    "AsyncServer": "strategies.asynchronous",
     "Auto": "strategies.automatic",
     "CentralStorage": "strategies.central_storage",
     "Device": "devices.device",

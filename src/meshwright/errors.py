@@ -28,6 +28,7 @@
     ├── StudyError                (RuntimeError)  a study that cannot be worked on
     ├── TrialError                (RuntimeError)  trials of which none has a value
     ├── StrategyError             (RuntimeError)  a strategy used where it cannot be
+    ├── WorkerError               (RuntimeError)  a worker that failed at its batch
     ├── LearningRateError         (ValueError)    rates, rules, batches that are none
     └── UnsupportedVersionError   (RuntimeError)  a library without what is needed
 
@@ -36,7 +37,8 @@
     ├── CompileCacheWarning                       compiled programs cannot be kept
     ├── PlacementWarning                          a device was replaced by another
     ├── BatchWarning                              a batch leaves devices without work
-    └── MonitorWarning                            a training cannot be shown any more
+    ├── MonitorWarning                            a training cannot be shown any more
+    └── WorkerWarning                             a worker died, and others go on
 
 An error speaks in three beats: what was received, the rule, what to change.
 Each class is explained in `docs/errors.md`.
@@ -263,6 +265,12 @@ class TrialError(MeshwrightError, RuntimeError):
             self.exit_code = NumericError.exit_code  # type: ignore[misc]
 
 
+class WorkerError(MeshwrightError, RuntimeError):
+    """A worker of an asynchronous training that failed; the cause is its own error."""
+
+    exit_code = 1
+
+
 class LearningRateError(MeshwrightError, ValueError):
     """A learning rate, scaling rule, batch size or warm-up that is none."""
 
@@ -289,6 +297,10 @@ class PlacementWarning(MeshwrightWarning):
 
 class MonitorWarning(MeshwrightWarning):
     """A training cannot be shown any more; it goes on."""
+
+
+class WorkerWarning(MeshwrightWarning):
+    """A worker of an asynchronous training that died; the others go on."""
 
 
 class BatchWarning(MeshwrightWarning):

@@ -171,7 +171,8 @@ def test_an_unknown_suite_is_refused_with_the_names_that_exist() -> None:
     )
     assert done.returncode == 2
     assert (
-        "no suite ['fast']; there are checkpoints, devices, start, fit" in done.stderr
+        "no suite ['fast']; there are async, checkpoints, devices, start, fit"
+        in done.stderr
     )
 
 

@@ -1,6 +1,7 @@
 """A batch cut into microbatches, which are computed one after the other."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from meshwright.devices.containers import map_leaves
@@ -100,3 +101,17 @@ def _as_array(array: Any) -> Any:
 def cut_batch(data: Any, wanted: int) -> tuple[Any, Any]:
     """A batch in as many microbatches as wanted; see `Microbatches.cut`."""
     return Microbatches(batch_size(data), wanted).cut(data)
+
+
+def cut_up(data: Any, size: int, wanted: int) -> list[Any]:
+    """The microbatches of a batch; what has no samples is in each of them."""
+    sizes = Microbatches(size, wanted).sizes
+    ends = np.cumsum([0, *sizes])
+
+    def part(start: int, end: int) -> Any:
+        def take(array: Any) -> Any:
+            return array[start:end] if array.ndim and len(array) == size else array
+
+        return map_leaves(take, data)
+
+    return [part(a, b) for a, b in pairwise(ends)]

@@ -17,7 +17,6 @@ from meshwright.models.precision import set_precision
 from meshwright.parallel.layout import VariableLayout, lay_out_model
 from meshwright.train.listeners import callbacks_in
 from meshwright.train.mesh_step import MeshStep
-from meshwright.train.pace import Pace
 from meshwright.train.pipeline_step import PipelineStep
 from meshwright.train.placements import place_variables
 from meshwright.train.run import Run, current_run
@@ -47,9 +46,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
         model: Any, verb: str, arguments: Mapping[str, Any]
     ) -> Iterator[Intake]:
         strategy.prepare(model, arguments)
-        offloads = strategy.plan.offload and verb == "fit"
-        where = strategy.mesh, strategy.resident
-        pace = Pace(model, verb, *where, _most_steps(verb), offloads)
+        pace = strategy.make_pace(model, verb, _most_steps(verb))
         strategy.pace[verb] = pace
         with explaining_tracing(model), _course(model, verb, strategy) as course:
             tally = Tally()
@@ -193,7 +190,7 @@ def place(model: Any, strategy: "Strategy") -> dict[str, VariableLayout]:
     if strategy.plan.stages > 1:
         # Steps place them, when it is known where the model is cut.
         return layouts
-    meshes, offloads = (strategy.mesh, strategy.home), strategy.plan.offload
+    meshes, offloads = (strategy.metrics_home, strategy.home), strategy.plan.offload
     places = place_variables(model, layouts, *meshes, offloads=offloads)
     for variable, where in places:
         _move(variable, where)

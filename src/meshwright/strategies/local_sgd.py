@@ -39,7 +39,6 @@ class LocalSGD(Strategy):
     """
 
     is_a_plan = False
-    equals_one_device = False
 
     def __init__(
         self,
@@ -68,6 +67,16 @@ class LocalSGD(Strategy):
     def __repr__(self) -> str:
         outer = f", outer={type(self.outer).__name__}" if self.outer else ""
         return f"LocalSGD({self.plan.describe()}, sync_every={self.sync_every}{outer})"
+
+    def refuse_verify(self) -> None:
+        """Raises an error: by its nature it leads to other weights."""
+        raise StrategyError(
+            f"verify received {self!r}.",
+            "It compares with one device, and this strategy leads to other weights by "
+            "its nature.",
+            "docs/strategies/ says which run it does equal; verify mw.Mirrored() "
+            "instead.",
+        )
 
     def make_step(self, model: Any, step: Any, cut: StageCut | None = None) -> Any:
         """Training on workers of their own; the rest on what they agree on."""

@@ -72,8 +72,6 @@ class Strategy:
     check_nan: bool = True
     is_a_plan: bool = True
     """Whether its steps are those of its plan, and nothing besides."""
-    equals_one_device: bool = True
-    """Whether it leads to the weights of one device."""
     prefetch: int = 2
     resident: bool | None = None
 
@@ -132,6 +130,24 @@ class Strategy:
         """
         return ()
 
+    def updates_of(self, batch: Any, size: int) -> list[Any]:
+        """The batches on which one device makes the updates that a batch leads to."""
+        return [batch]
+
+    def refuse_verify(self) -> None:
+        """Raises an error if no training on one device gives the same weights."""
+
+    def make_pace(self, model: Any, verb: str, most_steps: int | None) -> Pace:
+        """How the steps of a run of a model are dispatched.
+
+        Arguments:
+            model: The model.
+            verb: `fit`, `evaluate` or `predict`.
+            most_steps: How many steps may be dispatched together; None if that is free.
+        """
+        offloads = self.plan.offload and verb == "fit"
+        return Pace(model, verb, self.mesh, self.resident, most_steps, offloads)
+
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan; making it starts the runtime."""
@@ -148,6 +164,11 @@ class Strategy:
     @property
     def home(self) -> Mesh:
         """Where variables live, as a mesh; that of the plan."""
+        return self.mesh
+
+    @property
+    def metrics_home(self) -> Mesh:
+        """Where the variables of metrics live: where steps compute them."""
         return self.mesh
 
     def __repr__(self) -> str:

@@ -127,14 +127,7 @@ def verify(
             "It compares training steps, so it needs a loss and an optimizer.",
             "Call model.compile first.",
         )
-    if not strategy.equals_one_device:
-        raise StrategyError(
-            f"verify received {strategy!r}.",
-            "It compares with one device, and this strategy leads to other weights by "
-            "its nature.",
-            "docs/strategies/ says which run it does equal; verify mw.Mirrored() "
-            "instead.",
-        )
+    strategy.refuse_verify()
     x, y = as_keras_takes_them(x), as_keras_takes_them(y)
     batches = _batches(x, y, batch_size, steps)
     with borrowed(model, batches[0], strategy.plan.precision) as start:
@@ -145,7 +138,8 @@ def _compare(
     model: Any, strategy: Strategy, batches: list[Any], start: State
 ) -> Verification:
     step = _step_alone(model, strategy.plan)
-    alone = _run(step, start, batches)
+    updates = [u for b in batches for u in strategy.updates_of(b, samples_of(b))]
+    alone = _run(step, start, updates)
     split = _run(borrowed_step(model, strategy), start, batches)
     precision = lowest_precision(model)
     paths = [v.path for v in model.trainable_variables]
@@ -153,7 +147,7 @@ def _compare(
     differences = _differences(paths, alone, split)
     if precision in LOW_PRECISIONS:
         _refuse_if_nothing_moved(precision, start, alone, len(batches))
-        noise = _rounding_noise(step, start, alone, batches, precision)
+        noise = _rounding_noise(step, start, alone, updates, precision)
         pairs = zip(differences, _allowed(paths, alone, start, noise), strict=True)
         differences = [replace(d, allowed=limit) for d, limit in pairs]
     return Verification(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 from meshwright.cluster.channel import telling_of_compiling
@@ -21,7 +20,7 @@ from meshwright.models.parts import bytes_of, split_program
 from meshwright.models.stages import Input, Role
 from meshwright.parallel.batch import BatchSplit, PlacedBatch
 from meshwright.parallel.mesh import gathered, placed_shape, replicated, sharding
-from meshwright.parallel.microbatch import Microbatches
+from meshwright.parallel.microbatch import cut_up
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.transfers import has_part
 from meshwright.train.accumulation import why_not_a_mean
@@ -110,7 +109,7 @@ class PipelineStep:
         size = batch_size(data)
         wanted = self._plan.microbatches if self._trains else 1
         kept = map_leaves(_keep, data)
-        return PlacedBatch(size, _cut_up(kept, size, wanted or 1))
+        return PlacedBatch(size, cut_up(kept, size, wanted or 1))
 
     def __call__(self, state: Any, data: Any) -> Any:
         """Runs one step on a batch of any size; returns what Keras' step does."""
@@ -159,7 +158,7 @@ class PipelineStep:
         """
         size, wanted = batch_size(batch), self._plan.microbatches or 1
         self._refuse_few_samples(size)
-        parts = jax.eval_shape(partial(_cut_up, size=size, wanted=wanted), batch)
+        parts = jax.eval_shape(partial(cut_up, size=size, wanted=wanted), batch)
         pieces = [self.pieces(Shapes.of(each)) for each in parts]
         shapes = self._state_shapes(len(TRAIN))
         groups = zip(self._places_of(shapes), shapes, strict=True)
@@ -472,20 +471,6 @@ def _keep(array: Any) -> Any:
     """An array that nobody changes until it is used; NumPy's may be a user's buffer."""
     is_whole = isinstance(array, jax.Array) and array.is_fully_addressable
     return array if is_whole and process_count() == 1 else np.array(array)
-
-
-def _cut_up(data: Any, size: int, wanted: int) -> list[Any]:
-    """The microbatches of a batch; what has no samples is in each of them."""
-    sizes = Microbatches(size, wanted).sizes
-    ends = np.cumsum([0, *sizes])
-
-    def part(start: int, end: int) -> Any:
-        def take(array: Any) -> Any:
-            return array[start:end] if array.ndim and len(array) == size else array
-
-        return map_leaves(take, data)
-
-    return [part(a, b) for a, b in pairwise(ends)]
 
 
 def _put(value: Any, where: NamedSharding) -> Any:
