@@ -7,6 +7,8 @@ somebody asks for `Monitor`.
 import contextlib
 import time
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.identity import process_index
@@ -14,15 +16,21 @@ from meshwright.devices.activity import ActivityMeter
 from meshwright.errors import ConfigurationError, MonitorWarning
 from meshwright.train.display import HOWS, Display, How, make_display
 from meshwright.train.glance import Glance
-from meshwright.train.stopwatch import Lap, Stopwatch
+from meshwright.train.loggers import Logger, adapt
+from meshwright.train.model_state import KINDS, named_values
+from meshwright.train.stopwatch import Lap, Listener, Stopwatch
 from meshwright.train.timeline import Ledger, Spent, complaints
+from meshwright.train.trace import StepTrace
 
 import jax
 import keras
 import numpy as np
 
+LOG_SECONDS = 1.0
+"""Loggers get numbers so often, and at the end of every epoch."""
 
-class Monitor(keras.callbacks.Callback):
+
+class Monitor(keras.callbacks.Callback, Listener):
     """Shows how far a `fit` is, how fast, where the time goes and what devices do.
 
     It is for models that have a strategy, and does not slow them down: steps are
@@ -34,6 +42,13 @@ class Monitor(keras.callbacks.Callback):
         display: `'live'` draws on a terminal, `'lines'` prints a line now and then,
             `'notebook'` shows text that replaces itself, `'none'` shows nothing;
             `'auto'` chooses one of the first three.
+        loggers: Where to write numbers besides: TensorBoard writers, the module
+            `mlflow`, runs of Weights & Biases, functions of a step and its numbers. One
+            that fails is dropped with a warning.
+        histograms: Whether TensorBoard gets the weights after each epoch; of several
+            processes, those that the first one has.
+        profile: The first and the last of some steps to trace with JAX's profiler.
+        folder: Where the trace is written, for TensorBoard, XProf and Perfetto.
 
     Attributes:
         spent: What the time of each epoch went into.
@@ -50,7 +65,15 @@ class Monitor(keras.callbacks.Callback):
     (2, 64)
     """
 
-    def __init__(self, display: How = "auto") -> None:
+    def __init__(
+        self,
+        display: How = "auto",
+        *,
+        loggers: Sequence[Any] = (),
+        histograms: bool = False,
+        profile: tuple[int, int] | None = None,
+        folder: str | Path = "profile",
+    ) -> None:
         super().__init__()
         if display not in HOWS:
             raise ConfigurationError(
@@ -59,25 +82,51 @@ class Monitor(keras.callbacks.Callback):
                 "Use display='auto' to let it look at where the output goes.",
             )
         self._how = display
+        self._given = [adapt(each) for each in loggers]
+        self._histograms = histograms
+        self._trace = None if profile is None else StepTrace(profile, folder)
         self.spent: list[Spent] = []
         self._stopwatch: Stopwatch | None = None
         self._display: Display | None = None
+        self._loggers: list[Logger] = []
+        self._step = self._epoch = self._done = 0
+        self._began = self._next = self._next_log = 0.0
 
     def follow(self, stopwatch: Stopwatch) -> None:
         """Called before `fit`, with what follows its steps."""
         self._stopwatch = stopwatch
 
+    def dispatching(self, step: int, num_steps: int) -> None:
+        """Begins or ends the trace, if it is time to."""
+        if self._trace is not None:
+            self._trace.before(step, num_steps)
+
+    def dispatched(self, logs: Any) -> None:
+        """Keeps what the trace has to wait for."""
+        if self._trace is not None:
+            self._trace.see(logs)
+
     def hear(self, lap: Lap) -> None:
         """Called with steps that are done, by a thread."""
-        self._of_epoch.add(lap.dispatch)
-        self._since_glance.add(lap.dispatch)
+        for ledger in (self._of_epoch, self._since_glance, self._since_log):
+            ledger.add(lap.dispatch)
         self._step += lap.dispatch.steps
-        if self._display is not None and time.monotonic() >= self._next:
-            self._show(_numbers_in(jax.device_get(dict(lap.logs))))
+        self._done = lap.step
+        now = time.monotonic()
+        shows = self._display is not None and now >= self._next
+        writes = bool(self._loggers) and now >= self._next_log
+        if shows or writes:
+            numbers = _numbers_in(jax.device_get(dict(lap.logs)))
+            if shows:
+                self._show(numbers)
+            if writes:
+                self._log(numbers)
 
     def leave(self) -> None:
         """Called when no more steps come, however that came."""
         self._stopwatch = None
+        if self._trace is not None:
+            self._trace.stop()
         self._close()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -92,12 +141,15 @@ class Monitor(keras.callbacks.Callback):
             )
         self.spent.clear()
         self._of_epoch, self._since_glance = Ledger(), Ledger()
+        self._since_log = Ledger()
         self._meter = ActivityMeter()
         self._newest, self._compiling = Spent(), 0.0
         self._is_first = True
-        self._step = self._epoch = 0
-        self._began = self._next = time.monotonic()
-        self._display = make_display(self._how) if process_index() == 0 else None
+        self._step = self._epoch = self._done = 0
+        self._began = self._next = self._next_log = time.monotonic()
+        is_first = process_index() == 0
+        self._display = make_display(self._how) if is_first else None
+        self._loggers = [*self._given] if is_first else []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Counts the steps of the epoch."""
@@ -108,7 +160,40 @@ class Monitor(keras.callbacks.Callback):
         assert self._stopwatch is not None
         self._stopwatch.wait()
         self.spent.append(self._of_epoch.take())
-        self._show(_numbers_in(logs or {}), is_end=True)
+        numbers = _numbers_in(logs or {})
+        self._show(numbers, is_end=True)
+        self._log({**numbers, "epoch": float(epoch)})
+        if self._histograms:
+            self._tell_loggers(lambda each: each.log_weights(self._done, self._weights))
+
+    @property
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        """Those that this process has; asking others would need all of them to ask."""
+        for name, value in named_values(self.model).items():
+            kind, _, path = name.partition("/")
+            is_here = value.is_fully_addressable or value.is_fully_replicated
+            if kind == KINDS[0] and is_here:
+                yield path, np.asarray(value)
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        spent = self._since_log.take()
+        paces = spent.to_json() if spent.steps else {}
+        known = {name: value for name, value in paces.items() if value is not None}
+        self._tell_loggers(lambda each: each.log(self._done, {**numbers, **known}))
+        self._next_log = time.monotonic() + LOG_SECONDS
+
+    def _tell_loggers(self, tell: Callable[[Logger], None]) -> None:
+        for logger in list(self._loggers):
+            try:
+                tell(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                warnings.warn(
+                    f"Monitor has dropped {logger!r}, which failed: {error!r}. The "
+                    "training goes on.",
+                    MonitorWarning,
+                    stacklevel=2,
+                )
 
     def _show(self, numbers: dict[str, float], *, is_end: bool = False) -> None:
         if self._display is None:

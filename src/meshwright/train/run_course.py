@@ -31,7 +31,7 @@ from meshwright.train.model_state import (
 )
 from meshwright.train.position import Position
 from meshwright.train.run import Run, position_of
-from meshwright.train.stopwatch import Lap
+from meshwright.train.stopwatch import Lap, Listener
 from meshwright.train.timeline import Ledger
 
 import jax
@@ -62,7 +62,7 @@ class RandomStates(NamedTuple):
     """Before the current pass through the data."""
 
 
-class RunCourse(Course):
+class RunCourse(Course, Listener):
     """How one `fit` goes through its steps in a run.
 
     Arguments:
@@ -115,9 +115,6 @@ class RunCourse(Course):
     def hear(self, lap: Lap) -> None:
         """Counts steps that are done."""
         self._ledger.add(lap.dispatch)
-
-    def leave(self) -> None:
-        """Called when no more steps come."""
 
     def see_arrays(self, arrays: Any) -> None:
         """Remembers what tells the data from other data."""

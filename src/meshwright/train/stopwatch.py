@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from meshwright.cluster.channel import channel
 from meshwright.data.tally import Tally
@@ -31,11 +31,22 @@ class Lap(NamedTuple):
     dispatch: Dispatch
 
 
-class Listener(Protocol):
-    """Who wants to know when steps are done.
+class Listener:
+    """Who wants to know of steps.
 
     What goes wrong there is its own affair: no training stops because of it.
     """
+
+    def dispatching(self, step: int, num_steps: int) -> None:
+        """Called before steps are dispatched.
+
+        Arguments:
+            step: Steps of this `fit` before them.
+            num_steps: How many these are.
+        """
+
+    def dispatched(self, logs: Any) -> None:
+        """Called with what a dispatch returned; the devices may still be at it."""
 
     def hear(self, lap: Lap) -> None:
         """Called with steps that are done, by a thread."""
@@ -73,6 +84,8 @@ class Stopwatch:
 
     def before_steps(self, num_steps: int) -> None:
         """Called before steps are dispatched."""
+        for listener in self._listeners:
+            listener.dispatching(self._step, num_steps)
         self._num_steps = num_steps
         self._called = time.monotonic()
         self._waited_before = self._tally.waited
@@ -93,6 +106,8 @@ class Stopwatch:
         self._step += self._num_steps
         self._mark()
         self._laps.put(Lap(self._step, logs, dispatch))
+        for listener in self._listeners:
+            listener.dispatched(logs)
 
     def wait(self) -> None:
         """Waits until the devices are done, and the listeners have heard of it."""
