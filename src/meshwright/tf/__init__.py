@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 from meshwright.tf import (
     config,
+    data,
     debugging,
     distribute,
     errors,
     nn,
     random,
 )
-from meshwright.tf import datasets as data
+
 from meshwright.tf import operations as math
 from meshwright.tf.absent import refuse
-from meshwright.tf.datasets import TensorSpec
+from meshwright.tf.data import TensorSpec
 from meshwright.tf.dtypes import (
     DType,
     as_dtype,
