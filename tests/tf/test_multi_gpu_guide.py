@@ -138,7 +138,7 @@ strategy = pipeline.PipelineStrategy(
 )
 with strategy.scope():
     model = keras.Sequential(
-        [keras.Input((8,)), *[Dense(8, activation='tanh') for _ in range(7)], Dense(10)])
+        [keras.Input((8,)), *[Dense(8, 'tanh') for _ in range(7)], Dense(10)])
     model.compile('sgd', 'mse')
 model.fit(x_train[:64, 0, :, 0], y_train[:64], batch_size=32, verbose=0)
 import meshwright as mw

@@ -141,7 +141,7 @@ def _check_core() -> None:
         raise UnsupportedVersionError(
             f"JAX {jax.__version__} has no {', '.join(missing)} in jax._src.core.",
             "The log and the tape of eager operations stand on JAX's own interpreter.",
-            "Use a JAX from 0.10 to 0.12, or leave the placement log and tf.GradientTape.",
+            "Use a JAX from 0.10 to 0.12, or leave the log and tf.GradientTape off.",
         )
 
 

@@ -1,11 +1,11 @@
-"""`tf.config`: devices, asked for in TensorFlow's words and set by meshwright.configure.
+"""`tf.config`: devices, asked for in TensorFlow's words, set by `meshwright.configure`.
 
 TensorFlow's settings may be changed until its runtime starts; then they raise its
 errors, unless they ask for what is in force.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from meshwright.devices.runtime import jax_devices, usable_devices
 from meshwright.devices.settings import Virtual, current_settings
 from meshwright.errors import ConfigurationError
 from meshwright.tf.absent import refuse
+from meshwright.tf.errors import NotFoundError
 from meshwright.tf.started import before_start, initialize, is_initialized
 
 import jax
@@ -162,7 +163,8 @@ def set_logical_device_configuration(
     """Makes one or several logical devices of a physical one.
 
     A CPU or a stand-in GPU can be split; a GPU cannot, but its memory can be limited.
-    The smallest limit holds for all devices.
+    The smallest limit holds for all devices, CPUs included, and growth can be combined
+    with it.
 
     Arguments:
         device: The physical device.
@@ -172,10 +174,6 @@ def set_logical_device_configuration(
     parts = tuple(logical_devices or ())
     if kind not in ("CPU", "GPU"):
         raise ValueError(f"Virtual devices are not supported for {kind}")
-    if kind == "CPU" and any(part.memory_limit is not None for part in parts):
-        raise ValueError(
-            "Setting memory limit on CPU virtual devices is currently not supported"
-        )
     if kind == "GPU" and any(part.memory_limit is None for part in parts):
         raise ValueError("Setting memory limit is required for GPU virtual devices")
     asked = dict(_Holder.asked.logical)
@@ -231,7 +229,7 @@ def _apply(asked: _Asked) -> None:
 
 
 def _plays_gpus() -> bool:
-    """Whether the GPUs are stand-ins; if so, the hardware is what was asked for first."""
+    """Whether the GPUs are stand-ins, played by the CPU."""
     physical = _Holder.asked.physical or _physical()
     has_gpus = any(d.device_type == "GPU" for d in physical)
     virtual = current_settings().virtual
@@ -274,10 +272,6 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
         raise ValueError(
             "Cannot set memory growth on non-GPU and non-Pluggable devices"
         )
-    if dict(_Holder.asked.logical).get(device.name):
-        raise ValueError(
-            "Cannot set memory growth on device when virtual devices configured"
-        )
     growth = dict(_Holder.asked.growth)
     if growth.get(device.name) == enable:
         return
@@ -290,15 +284,17 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool:
-    """Whether the memory of a device is taken as it is needed; that of CPUs always is."""
+    """Whether the memory of a device is taken as it is needed; CPUs always do so."""
     if _known(device).device_type == "CPU":
         return True
     growth = dict(_Holder.asked.growth)
     return growth.get(device.name, bool(current_settings().memory_growth))
 
 
-def _settle_growth() -> None:
-    """At the start, all GPUs have to grow alike."""
+def _settle() -> None:
+    """At the start there is a device, and all GPUs grow alike."""
+    if _Holder.asked.visible == ():
+        raise NotFoundError(None, None, "No CPU devices are available in this process")
     growth = dict(_Holder.asked.growth)
     if not growth:
         return
@@ -320,9 +316,10 @@ def get_device_details(device: PhysicalDevice) -> dict[str, Any]:
         return {}
     everything = list_devices(replace(current_settings(), visible=None))
     index = int(device.name.rpartition(":")[2])
-    (found,) = [d for d in everything if d.kind == kind and d.index == index] or [None]
-    if found is None:
+    same_kind = [d for d in everything if d.kind == kind]
+    if index >= len(same_kind):
         return {}
+    found = same_kind[index]
     details: dict[str, Any] = {"device_name": found.model}
     if found.compute_capability:
         details["compute_capability"] = tuple(
@@ -346,7 +343,8 @@ def get_memory_info(device: str) -> dict[str, int]:
     kind, _, index = device.removeprefix("/").removeprefix("device:").partition(":")
     if not index.isdigit():
         raise ValueError(
-            f"Failed parsing device name: '{device}'. Note a valid device string should "
+            f"Failed parsing device name: '{device}'. Note a valid device string "
+            "should "
             'at least contain a device type and a device index, like "GPU:0".'
         )
     initialize()
@@ -391,7 +389,9 @@ class _Experimental:
     set_virtual_device_configuration = staticmethod(set_logical_device_configuration)
     get_virtual_device_configuration = staticmethod(get_logical_device_configuration)
     VirtualDeviceConfiguration = LogicalDeviceConfiguration
-    __getattr__ = staticmethod(refuse("tf.config.experimental", {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return refuse("tf.config.experimental", {})(name)
 
 
 experimental = _Experimental()
@@ -446,9 +446,9 @@ def use_environment(environment: Any = os.environ) -> None:
         configure(memory_growth=forced == "true")
 
 
-before_start(_settle_growth)
+before_start(_settle)
 
-_ways: Callable[[str], Any] = refuse(
+__getattr__ = refuse(
     "tf.config",
     {
         "experimental_connect_to_cluster": "meshwright train --hosts a,b script.py",
@@ -457,4 +457,3 @@ _ways: Callable[[str], Any] = refuse(
         "set_optimizer": "XLA optimizes what is compiled",
     },
 )
-__getattr__ = _ways

@@ -87,7 +87,7 @@ class Dataset:
         (size,) = sizes
 
         def rows() -> Iterator[Any]:
-            return (jax.tree.map(lambda a: a[i], arrays) for i in range(size))
+            return (jax.tree.map(lambda a, i=i: a[i], arrays) for i in range(size))
 
         return Dataset(rows, size)
 

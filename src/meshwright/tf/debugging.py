@@ -41,7 +41,7 @@ def set_log_device_placement(enabled: bool) -> None:
     name_devices_by(full_name if enabled else str)
     switch_log(_Asked.on and not is_hidden)
     (logger.addHandler if enabled else logger.removeHandler)(_lines)
-    # Some libraries set up logging when they are imported, and would decorate the lines.
+    # Libraries set up logging when they are imported, and would decorate the lines.
     logger.propagate = not enabled
 
 

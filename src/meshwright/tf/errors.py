@@ -1,7 +1,6 @@
 """`tf.errors`: TensorFlow's names for what goes wrong.
 
-Those that Meshwright raises elsewhere as a `RuntimeError` are one here too, because code
-written for TensorFlow catches `RuntimeError`.
+What Meshwright raises elsewhere as a `RuntimeError` or `ValueError` is one here too.
 """
 
 from meshwright.tf.absent import refuse

@@ -6,7 +6,10 @@ and `fit` compiles whole steps.
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
+
+_called_before: ContextVar[bool] = ContextVar("meshwright_tf_called", default=False)
 
 
 class _Switch:
@@ -38,8 +41,26 @@ def function(
     if func is None:
         return function
 
+    has_run = False
+
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+        nonlocal has_run
+        token = _called_before.set(has_run and not _Switch.eager)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            has_run = True
+            _called_before.reset(token)
 
     return call
+
+
+def refuse_variable_of_later_call() -> None:
+    """Raises if a function that was called before makes another variable."""
+    if _called_before.get():
+        raise ValueError(
+            "tf.function only supports singleton tf.Variables created on the first "
+            "call. "
+            "Make the variable outside of the function, or only if it is not there yet."
+        )

@@ -1,4 +1,4 @@
-"""`tf.GradientTape`: what was computed is repeated by JAX, which knows its gradients."""
+"""`tf.GradientTape`: JAX repeats what was computed, and differentiates it."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

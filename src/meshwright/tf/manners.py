@@ -4,7 +4,7 @@ Keras' public methods are extended once, when the façade is imported:
 
 | method | what is added |
 |---|---|
-| `Layer.__call__`, `Loss.__call__` | tensors go in as arrays, and arrays come out as tensors |
+| `Layer.__call__`, `Loss.__call__` | arrays go in, and tensors come out |
 | `Loss.__call__` | in a replica, its share of the loss of the global batch |
 | `Optimizer.apply` | in a replica, gradients are summed over all of them first |
 """
@@ -18,6 +18,7 @@ from meshwright.devices.keras_hooks import current_stateless_scope
 from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.distribute.replicas import Replica
 from meshwright.tf.distribute.updates import ReplicaScope
+from meshwright.tf.distribute.values import PerReplica
 from meshwright.tf.tensors import raw, unwrap, without_tensors, wrap
 
 import jax
@@ -112,21 +113,18 @@ def _apply(
     original: Any, self: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
     replica = current_replica()
-    if replica is None:
-        _refuse_across_replicas()
-        return original(self, [raw(g) for g in grads], trainable_variables)
-    if getattr(self, "inner_optimizer", None) is not None:
-        return original(self, [raw(g) for g in grads], trainable_variables)
-    variables = trainable_variables
     given = [None if g is None else raw(g) for g in grads]
+    if replica is None:
+        return original(self, _beside(given, trainable_variables), trainable_variables)
+    if getattr(self, "inner_optimizer", None) is not None:
+        return original(self, given, trainable_variables)
+    variables = trainable_variables
     summed = replica.meet(lambda offers: _sum(replica, self, variables, offers), given)
     return original(self, [raw(g) for g in summed], variables)
 
 
 def _sum(replica: Replica, optimizer: Any, variables: Any, offers: list[Any]) -> Any:
     """The gradients of all replicas; an optimizer's own variables are made first."""
-    from meshwright.tf.distribute.values import PerReplica
-
     strategy = replica.strategy
     if variables is not None and not optimizer.built:
         with strategy.meshwright.scope():
@@ -138,10 +136,12 @@ def _sum(replica: Replica, optimizer: Any, variables: Any, offers: list[Any]) ->
     ]
 
 
-def _refuse_across_replicas() -> None:
-    if current_strategy() is not None and current_stateless_scope() is None:
-        raise RuntimeError(
-            "optimizer.apply was called in the scope of a strategy, outside of a function "
-            "that it runs. Gradients belong to replicas. Call it in the function that "
-            "you pass to strategy.run, or outside of the scope."
-        )
+def _beside(gradients: list[Any], variables: Any) -> list[Any]:
+    """Gradients on the devices of their variables, outside of replicas."""
+    if variables is None or current_strategy() is None or _is_traced_by_keras():
+        return gradients
+    places = [getattr(v._value, "sharding", None) for v in variables]
+    return [
+        g if g is None or place is None else jax.device_put(g, place)
+        for g, place in zip(gradients, places, strict=True)
+    ]

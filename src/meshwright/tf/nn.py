@@ -20,7 +20,7 @@ gelu = elementwise(jax.nn.gelu, 1, "The Gaussian error linear unit.")
 
 def softmax(logits: Any, axis: int = -1, name: str | None = None) -> Tensor:
     """Probabilities of logits."""
-    return wrap(jax.nn.softmax(*together(logits), axis=axis))
+    return wrap(jax.nn.softmax(together(logits)[0], axis=axis))
 
 
 def sparse_softmax_cross_entropy_with_logits(
@@ -28,7 +28,8 @@ def sparse_softmax_cross_entropy_with_logits(
 ) -> Tensor:
     """The loss of each sample, from the number of its class.
 
-    >>> print(sparse_softmax_cross_entropy_with_logits(jnp.array([0]), jnp.zeros((1, 2))))
+    >>> loss = sparse_softmax_cross_entropy_with_logits
+    >>> print(loss(jnp.array([0]), jnp.zeros((1, 2))))
     tf.Tensor([0.6931472], shape=(1,), dtype=float32)
     """
     classes, values = together(labels, logits)

@@ -16,6 +16,12 @@ Array = Any
 
 
 def elementwise(function: Callable[..., Any], num_inputs: int, doc: str) -> Any:
+    """One of TensorFlow's operations, out of one of JAX's.
+
+    >>> print(elementwise(jnp.add, 2, "The sum.")(1, 2))
+    tf.Tensor(3, shape=(), dtype=int32)
+    """
+
     def compute(*inputs: Array, name: str | None = None) -> Tensor:
         if len(inputs) != num_inputs:
             raise TypeError(
@@ -79,7 +85,7 @@ def matmul(
     return wrap(jnp.matmul(left, right))
 
 
-@jax.jit
+@jax.jit  # type: ignore[untyped-decorator]
 def _add_n(arrays: list[Any]) -> Any:
     return functools.reduce(jnp.add, arrays)
 
@@ -310,7 +316,8 @@ def print_(*inputs: Any, sep: str = " ", end: str = "\n", **_: Any) -> None:
         array = raw(value)
         if isinstance(array, jax.core.Tracer):
             raise NotImplementedError(
-                "tf.print was called inside of a compiled function. Use jax.debug.print "
+                "tf.print was called inside of a compiled function. Use "
+                "jax.debug.print "
                 "there, or return the value."
             )
         texts.append(

@@ -105,7 +105,8 @@ def _not_there(name: str) -> InvalidArgumentError:
         f"'{wanted}'. enable_soft_placement=0. Supported device types "
         f"[{', '.join(sorted({d.kind for d in usable}))}]. All available devices "
         f"[{', '.join(_full(d) for d in usable)}]. "
-        "tf.config.set_soft_device_placement(True) lets an existing one take its place.",
+        "tf.config.set_soft_device_placement(True) lets an existing one take its "
+        "place.",
     )
 
 

@@ -12,6 +12,7 @@ from meshwright.tf.absent import refuse
 from meshwright.tf.distribute import updates
 from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.dtypes import in_jax
+from meshwright.tf.functions import refuse_variable_of_later_call
 from meshwright.tf.operations import constant
 from meshwright.tf.tensors import Tensor, TensorShape, full_name, raw, wrap
 
@@ -67,6 +68,7 @@ class Variable(keras.Variable):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Chooses the kind of variable that the strategy of the scope has."""
         replica, strategy = current_replica(), current_strategy()
         if cls is not Variable or strategy is None:
             return super().__new__(cls)
@@ -95,6 +97,7 @@ class Variable(keras.Variable):
                 "`initial_value` must be a Tensor or an object convertible to a "
                 "Tensor. Received None."
             )
+        refuse_variable_of_later_call()
         value = initial_value() if callable(initial_value) else initial_value
         array = raw(constant(value, dtype) if not _is_array(value) else value)
         if dtype is not None:
@@ -103,7 +106,8 @@ class Variable(keras.Variable):
         strategy = current_strategy()
         if when == "none" and strategy is not None:
             raise ValueError(
-                "'NONE' variable synchronization mode is not supported with tf.distribute "
+                "'NONE' variable synchronization mode is not supported with "
+                "tf.distribute "
                 f"strategy. Please change the synchronization for variable: {name}"
             )
         self._strategy = strategy

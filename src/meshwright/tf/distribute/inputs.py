@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.parallel.per_replica import part_sizes
+from meshwright.tf.data import TensorSpec
 from meshwright.tf.distribute.values import PerReplica, from_mesh
 from meshwright.tf.errors import OutOfRangeError
 from meshwright.tf.tensors import Tensor
@@ -59,8 +61,39 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The shapes and types of the global batches."""
+        """The shapes and types of each replica's parts."""
+        replicas = self._strategy.num_replicas_in_sync
+        return jax.tree.map(
+            lambda s: _spec_of_parts(s, replicas), self._spec_of_batches()
+        )
+
+    def _spec_of_batches(self) -> Any:
         return self._dataset.element_spec
+
+
+class PerReplicaSpec:
+    """The shapes and types of values that are one per replica.
+
+    >>> PerReplicaSpec((TensorSpec((2,)),)).specs[0].shape
+    TensorShape([2])
+    """
+
+    def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
+        self.specs = specs
+
+    def __repr__(self) -> str:
+        return f"PerReplicaSpec({', '.join(map(repr, self.specs))})"
+
+
+def _spec_of_parts(spec: TensorSpec, replicas: int) -> Any:
+    size = spec.shape[0]
+    if size is None:
+        return PerReplicaSpec((spec,) * replicas) if replicas > 1 else spec
+    parts = [
+        TensorSpec((part, *spec.shape[1:]), spec.dtype)
+        for part in part_sizes(size, replicas)
+    ]
+    return PerReplicaSpec(tuple(parts)) if replicas > 1 else parts[0]
 
 
 class PerReplicaDataset:
@@ -140,7 +173,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """The shapes and types of the global batches."""
+        """The shapes and types of each replica's parts."""
         return self._dataset.element_spec
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.distribute.values import PerReplica, is_leaf, regroup
+from meshwright.tf.operations import constant
+from meshwright.tf.tensors import Tensor
 
 import jax
 
@@ -50,9 +52,9 @@ class ReplicaContext:
         self._replica = replica
 
     @property
-    def replica_id_in_sync_group(self) -> int:
+    def replica_id_in_sync_group(self) -> Tensor:
         """The replica's number, from 0."""
-        return 0 if self._replica is None else self._replica.index
+        return constant(0 if self._replica is None else self._replica.index)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -9,6 +9,7 @@ behaves as everywhere, and an error is raised as it is.
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.devices.placement import device as device_scope
@@ -155,7 +156,7 @@ def _take_turns(
     strategy: "Strategy", replicas: Sequence[Replica], fn: Any, args: Any, kwargs: Any
 ) -> None:
     for replica in replicas:
-        replica.start(lambda replica=replica: replica.call(fn, args, kwargs))
+        replica.start(partial(replica.call, fn, args, kwargs))
     try:
         while not all(replica.is_done for replica in replicas):
             for replica in replicas:
@@ -175,7 +176,8 @@ def _answer(strategy: "Strategy", replicas: Sequence[Replica]) -> None:
         return
     if len(waiting) < len(replicas):
         raise RuntimeError(
-            f"Replica {waiting[0].index} waits for the others in merge_call, all_reduce "
+            f"Replica {waiting[0].index} waits for the others in merge_call, "
+            "all_reduce "
             "or an aggregated assignment, and some of them have returned. All replicas "
             "must make the same calls."
         )

@@ -19,6 +19,11 @@ _logger = logging.getLogger("tensorflow")
 Devices = Sequence[str | Device | LogicalDevice] | None
 
 
+def _kinds(mirrored: type) -> dict[str, type]:
+    """The classes of variables, which live in a file that is made of this one."""
+    return vars(importlib.import_module(mirrored.__module__))
+
+
 def _names(devices: Devices) -> list[str] | None:
     initialize()
     if devices is None:
@@ -77,7 +82,7 @@ class OneDeviceStrategy(Strategy):
 
     def variable_kind(self, mirrored: type) -> type:
         """Plain variables: there is one copy."""
-        return mirrored.__mro__[1]
+        return _kinds(mirrored)["Variable"]
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -134,7 +139,8 @@ class PipelineStrategy(Strategy):
         """Not there: a replica of a pipeline is several devices."""
         raise AttributeError(
             "PipelineStrategy.run is not covered by meshwright.tf: a function of yours "
-            "cannot be cut into stages. Make and compile a model in the scope, and call "
+            "cannot be cut into stages. Make and compile a model in the scope, and "
+            "call "
             "its fit."
         )
 
@@ -152,10 +158,11 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         names = _names(compute_devices)
         central = _named("CentralStorage")
-        options: dict[str, Any] = {"devices": names} if names is not None else {}
-        if parameter_device is not None:
-            options["storage"] = parameter_device
-        super().__init__(central(**options))
+        super().__init__(central(parameter_device, devices=names))
+
+    def variable_kind(self, mirrored: type) -> type:
+        """Variables that live on one device and take updates from all replicas."""
+        return _kinds(mirrored)["AggregatingVariable"]
 
 
 class ParameterServerStrategy(Strategy):
@@ -166,7 +173,9 @@ class ParameterServerStrategy(Strategy):
     Arguments:
         cluster_resolver: Not covered: processes are those of `meshwright train`.
         variable_partitioner: Accepted; variables are not cut.
-        max_staleness: How many updates a gradient may lag behind.
+        max_staleness: How many updates a gradient may lag behind; as in
+            `meshwright.AsyncServer` if left out.
+        devices: The workers; all GPUs, or else all CPUs, if left out.
     """
 
     def __init__(
@@ -174,15 +183,17 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: Any = None,
         variable_partitioner: Any = None,
         *,
-        max_staleness: int = 4,
+        max_staleness: int | None = None,
+        devices: Devices = None,
     ) -> None:
         if cluster_resolver is not None:
             raise AttributeError(
-                "cluster_resolver is not covered by meshwright.tf. Start the script with "
+                "cluster_resolver is not covered by meshwright.tf. Start the script "
+                "with "
                 "meshwright train --hosts a,b, or use the devices of one process."
             )
-        initialize()
-        super().__init__(_named("AsyncServer")(max_staleness=max_staleness))
+        server = _named("AsyncServer")
+        super().__init__(server(max_staleness, devices=_names(devices)))
 
     @property
     def num_replicas_in_sync(self) -> int:

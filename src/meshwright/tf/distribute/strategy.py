@@ -40,7 +40,8 @@ import jax.numpy as jnp
 
 _WAYS = {
     "make_dataset_iterator": "strategy.experimental_distribute_dataset",
-    "experimental_make_numpy_dataset": "strategy.distribute_dataset(arrays, batch_size)",
+    "experimental_make_numpy_dataset": "strategy.distribute_dataset(arrays, "
+    "batch_size)",
     "cluster_resolver": "meshwright train --hosts a,b script.py",
 }
 
@@ -133,8 +134,8 @@ class Strategy:
         >>> context = tf.distribute.get_replica_context
         >>> strategy.run(lambda: context().replica_id_in_sync_group)
         PerReplica:{
-          0: 0,
-          1: 1
+          0: <tf.Tensor: shape=(), dtype=int32, numpy=0>,
+          1: <tf.Tensor: shape=(), dtype=int32, numpy=1>
         }
         """
         if not isinstance(args, list | tuple):
@@ -194,7 +195,8 @@ class Strategy:
     def _reduce_plain(self, op: str, value: Any, axis: int | None) -> Any:
         if op == "SUM" and self.num_replicas_in_sync > 1:
             raise ValueError(
-                f"A non-DistributedValues value {value} cannot be reduced with the given "
+                f"A non-DistributedValues value {value} cannot be reduced with the "
+                "given "
                 f"reduce op ReduceOp.{op}."
             )
         if axis is None:
@@ -211,7 +213,8 @@ class Strategy:
         """What all replicas have, one behind the other along a dim."""
         if current_replica() is not None:
             raise RuntimeError(
-                "tf.distribute.Strategy.gather method requires cross-replica context, use "
+                "tf.distribute.Strategy.gather method requires cross-replica "
+                "context, use "
                 "get_replica_context().all_gather() instead"
             )
 
@@ -255,7 +258,7 @@ class Strategy:
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[["ValueContext"], Any]
-    ) -> PerReplica:
+    ) -> Any:
         """What a function gives for each replica."""
         replicas = self.make_replicas()
         values = [

@@ -130,7 +130,8 @@ def _read_across(variable: Any) -> Any:
     how = variable.aggregation
     if how == "none":
         raise ValueError(
-            "Could not convert from tf.VariableAggregation VariableAggregationV2.NONE to "
+            "Could not convert from tf.VariableAggregation "
+            "VariableAggregationV2.NONE to "
             "tf.distribute.ReduceOp type"
         )
     strategy = variable.distribute_strategy

@@ -27,7 +27,13 @@ class PerReplica:
         self.values = tuple(values)
 
     def __repr__(self) -> str:
-        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return self._text(repr)
+
+    def __str__(self) -> str:
+        return self._text(str)
+
+    def _text(self, show: Callable[[Any], str]) -> str:
+        lines = ",\n".join(f"  {i}: {show(v)}" for i, v in enumerate(self.values))
         return f"PerReplica:{{\n{lines}\n}}"
 
 
