@@ -281,6 +281,15 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
         )
     growth[device.name] = bool(enable)
     _Holder.asked = replace(_Holder.asked, growth=tuple(growth.items()))
+    wanted = _wanted_growth()
+    if len(wanted) == 1:
+        configure(memory_growth=wanted.pop())
+
+
+def _wanted_growth() -> set[bool]:
+    growth = dict(_Holder.asked.growth)
+    visible = get_visible_devices("GPU")
+    return {growth.get(d.name, False) for d in visible} if growth else set()
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool:
@@ -295,18 +304,8 @@ def _settle() -> None:
     """At the start there is a device, and all GPUs grow alike."""
     if _Holder.asked.visible == ():
         raise NotFoundError(None, None, "No CPU devices are available in this process")
-    growth = dict(_Holder.asked.growth)
-    if not growth:
-        return
-    wanted = {
-        growth.get(d.name, False)
-        for d in get_visible_devices()
-        if d.device_type == "GPU"
-    }
-    if len(wanted) > 1:
+    if len(_wanted_growth()) > 1:
         raise ValueError("Memory growth cannot differ between GPU devices")
-    if wanted:
-        configure(memory_growth=wanted.pop())
 
 
 def get_device_details(device: PhysicalDevice) -> dict[str, Any]:

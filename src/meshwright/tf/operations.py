@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.tf.dtypes import in_jax
-from meshwright.tf.tensors import Tensor, raw, together, unwrap, wrap
+from meshwright.tf.started import initialize
+from meshwright.tf.tensors import Tensor, raw, to_array, together, unwrap, wrap
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +28,10 @@ def elementwise(function: Callable[..., Any], num_inputs: int, doc: str) -> Any:
             raise TypeError(
                 f"{compute.__name__} takes {num_inputs} tensors, got {len(inputs)}"
             )
-        return wrap(function(*together(*map(_as_array, inputs))))
+        return wrap(function(*together(*inputs)))
 
     compute.__doc__ = doc
     return compute
-
-
-def _as_array(value: Array) -> Any:
-    value = raw(value)
-    if isinstance(value, list | tuple):
-        value = jnp.asarray(np.asarray(jax.tree.map(raw, value)))
-    return value
 
 
 def constant(
@@ -48,6 +42,7 @@ def constant(
     >>> constant([1.0, 2.0])
     <tf.Tensor: shape=(2,), dtype=float32, numpy=array([1., 2.], dtype=float32)>
     """
+    initialize()
     host = np.asarray(unwrap(value))
     if dtype is None and host.dtype == np.float64 and not hasattr(value, "dtype"):
         host = host.astype(np.float32)
@@ -77,7 +72,7 @@ def matmul(
     >>> print(matmul([[1.0, 2.0]], [[3.0], [4.0]]))
     tf.Tensor([[11.]], shape=(1, 1), dtype=float32)
     """
-    left, right = together(_as_array(a), _as_array(b))
+    left, right = together(a, to_array(b))
     if transpose_a:
         left = jnp.swapaxes(left, -1, -2)
     if transpose_b:
@@ -96,7 +91,7 @@ def add_n(inputs: Sequence[Array], name: str | None = None) -> Tensor:
     >>> print(add_n([constant([1, 2]), constant([3, 4])]))
     tf.Tensor([4 6], shape=(2,), dtype=int32)
     """
-    arrays = together(*map(_as_array, inputs))
+    arrays = together(*inputs)
     shapes = {np.shape(array) for array in arrays}
     if len(shapes) != 1:
         raise ValueError(
@@ -113,7 +108,7 @@ def _reduction(function: Callable[..., Any]) -> Any:
         keepdims: bool = False,
         name: str | None = None,
     ) -> Tensor:
-        (array,) = together(_as_array(input_tensor))
+        (array,) = together(input_tensor)
         axis = tuple(axis) if isinstance(axis, list) else axis
         result = function(array, axis=axis, keepdims=keepdims)
         # The mean of whole numbers is a whole number, as in TensorFlow.
@@ -168,35 +163,35 @@ stop_gradient = elementwise(
 
 def cast(x: Array, dtype: Any, name: str | None = None) -> Tensor:
     """The values in another type."""
-    (array,) = together(_as_array(x))
+    (array,) = together(x)
     return wrap(jnp.asarray(array).astype(in_jax(dtype)))
 
 
 def reshape(tensor: Array, shape: Any, name: str | None = None) -> Tensor:
     """The same elements in another shape."""
-    (array,) = together(_as_array(tensor))
+    (array,) = together(tensor)
     return wrap(jnp.reshape(array, tuple(int(raw(dim)) for dim in shape)))
 
 
 def transpose(a: Array, perm: Any = None, name: str | None = None) -> Tensor:
     """The dims in another order."""
-    (array,) = together(_as_array(a))
+    (array,) = together(a)
     return wrap(jnp.transpose(array, perm))
 
 
 def concat(values: Sequence[Array], axis: int, name: str | None = None) -> Tensor:
     """Tensors one behind the other."""
-    return wrap(jnp.concatenate(together(*map(_as_array, values)), axis))
+    return wrap(jnp.concatenate(together(*values), axis))
 
 
 def stack(values: Sequence[Array], axis: int = 0, name: str | None = None) -> Tensor:
     """Tensors along a dim that they did not have."""
-    return wrap(jnp.stack(together(*map(_as_array, values)), axis))
+    return wrap(jnp.stack(together(*values), axis))
 
 
 def split(value: Array, num_or_size_splits: Any, axis: int = 0) -> list[Tensor]:
     """The parts of a tensor along a dim."""
-    (array,) = together(_as_array(value))
+    (array,) = together(value)
     where = num_or_size_splits
     if not isinstance(where, int):
         where = np.cumsum(where)[:-1].tolist()
@@ -205,48 +200,48 @@ def split(value: Array, num_or_size_splits: Any, axis: int = 0) -> list[Tensor]:
 
 def squeeze(input: Array, axis: Any = None, name: str | None = None) -> Tensor:
     """Without the dims of size 1."""
-    (array,) = together(_as_array(input))
+    (array,) = together(input)
     return wrap(jnp.squeeze(array, axis if axis is None else tuple(np.ravel(axis))))
 
 
 def expand_dims(input: Array, axis: int, name: str | None = None) -> Tensor:
     """With one more dim of size 1."""
-    (array,) = together(_as_array(input))
+    (array,) = together(input)
     return wrap(jnp.expand_dims(array, axis))
 
 
 def tile(input: Array, multiples: Any, name: str | None = None) -> Tensor:
     """A tensor over and over."""
-    (array,) = together(_as_array(input))
+    (array,) = together(input)
     return wrap(jnp.tile(array, tuple(multiples)))
 
 
 def gather(params: Array, indices: Array, axis: int = 0) -> Tensor:
     """Rows of a tensor."""
-    array, where = together(_as_array(params), _as_array(indices))
+    array, where = together(params, indices)
     return wrap(jnp.take(array, jnp.asarray(where), axis=axis))
 
 
 def argmax(input: Array, axis: int = 0, output_type: Any = "int64") -> Tensor:
     """Where the greatest elements are."""
-    (array,) = together(_as_array(input))
+    (array,) = together(input)
     return wrap(jnp.argmax(array, axis).astype(in_jax(output_type)))
 
 
 def argmin(input: Array, axis: int = 0, output_type: Any = "int64") -> Tensor:
     """Where the smallest elements are."""
-    (array,) = together(_as_array(input))
+    (array,) = together(input)
     return wrap(jnp.argmin(array, axis).astype(in_jax(output_type)))
 
 
 def where(condition: Array, x: Array, y: Array, name: str | None = None) -> Tensor:
     """Elements of one tensor or of another."""
-    return wrap(jnp.where(*together(*map(_as_array, (condition, x, y)))))
+    return wrap(jnp.where(*together(condition, x, y)))
 
 
 def one_hot(indices: Array, depth: int, dtype: Any = "float32") -> Tensor:
     """Rows of zeros with a one."""
-    (array,) = together(_as_array(indices))
+    (array,) = together(indices)
     return wrap(jax.nn.one_hot(array, depth, dtype=in_jax(dtype)))
 
 
@@ -267,12 +262,12 @@ def fill(dims: Any, value: Any, name: str | None = None) -> Tensor:
 
 def zeros_like(input: Array, dtype: Any = None, name: str | None = None) -> Tensor:
     """Zeros in the shape of another tensor."""
-    return wrap(jnp.zeros_like(_as_array(input), in_jax(dtype)))
+    return wrap(jnp.zeros_like(to_array(input), in_jax(dtype)))
 
 
 def ones_like(input: Array, dtype: Any = None, name: str | None = None) -> Tensor:
     """Ones in the shape of another tensor."""
-    return wrap(jnp.ones_like(_as_array(input), in_jax(dtype)))
+    return wrap(jnp.ones_like(to_array(input), in_jax(dtype)))
 
 
 def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> Tensor:
@@ -284,17 +279,17 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None) -> T
 
 def shape(input: Array, name: str | None = None) -> Tensor:
     """The shape of a tensor, as a tensor."""
-    return constant(np.asarray(jnp.shape(_as_array(input)), np.int32))
+    return constant(np.asarray(jnp.shape(to_array(input)), np.int32))
 
 
 def size(input: Array, name: str | None = None) -> Tensor:
     """The number of elements, as a tensor."""
-    return constant(np.int32(jnp.size(_as_array(input))))
+    return constant(np.int32(jnp.size(to_array(input))))
 
 
 def rank(input: Array, name: str | None = None) -> Tensor:
     """The number of dims, as a tensor."""
-    return constant(np.int32(jnp.ndim(_as_array(input))))
+    return constant(np.int32(jnp.ndim(to_array(input))))
 
 
 def is_tensor(x: Any) -> bool:

@@ -27,7 +27,8 @@ def is_initialized() -> bool:
 
 def initialize() -> None:
     """Starts the runtime, as TensorFlow does at the first operation."""
-    if not start.has_started():
-        for check in _Waiting.checks:
-            check()
+    if start.has_started():
+        return
+    for check in _Waiting.checks:
+        check()
     jax.devices()

@@ -236,7 +236,7 @@ def wrap(value: Any) -> Any:
     return jax.tree.map(
         lambda leaf: Tensor(leaf) if _is_concrete(leaf) else leaf,
         value,
-        is_leaf=lambda leaf: isinstance(leaf, Tensor),
+        is_leaf=_is_tensor,
     )
 
 
@@ -264,13 +264,25 @@ def without_tensors(value: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf._array if isinstance(leaf, Tensor) else leaf,
         value,
-        is_leaf=lambda leaf: isinstance(leaf, Tensor),
+        is_leaf=_is_tensor,
     )
+
+
+def to_array(value: Any) -> Any:
+    """The array in a tensor, variable or list; numbers are themselves."""
+    value = raw(value)
+    if isinstance(value, list | tuple):
+        value = jnp.asarray(np.asarray(jax.tree.map(raw, value, is_leaf=_is_tensor)))
+    return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def together(*values: Any) -> list[Any]:
     """Arrays where one operation can use them: TensorFlow's silent copy."""
-    arrays = [raw(value) for value in values]
+    arrays = [to_array(value) for value in values]
     fixed = [a for a in arrays if _is_fixed(a)]
     if not fixed:
         return arrays
