@@ -69,20 +69,24 @@ class Said:
         return [(op, device.removeprefix("/device:")) for op, _, device in parts]
 
 
+def environment_of_scripts() -> dict[str, str]:
+    """What scripts of their own inherit."""
+    # JAX has set TensorFlow's log level for this process, not for those.
+    unwanted = (*OF_TESTS, "TF_CPP_MIN_LOG_LEVEL")
+    return {k: v for k, v in os.environ.items() if k not in unwanted}
+
+
 def run_pieces(
     pieces: Mapping[str, str], folder: Path, **environment: str
 ) -> dict[str, Said]:
     """Runs pieces of code; each begins as if it was the first after the import."""
-    # JAX has set TensorFlow's log level for this process, not for those.
-    unwanted = (*OF_TESTS, "TF_CPP_MIN_LOG_LEVEL")
-    base = {k: v for k, v in os.environ.items() if k not in unwanted}
     answer = folder / "said.json"
     done = subprocess.run(
         [sys.executable, "-c", _FORKING, str(answer)],
         input=json.dumps(dict(pieces)),
         capture_output=True,
         text=True,
-        env={**base, **environment},
+        env={**environment_of_scripts(), **environment},
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -106,7 +106,7 @@ def test_memory_is_told_of_gpus_only(said: dict[str, Said]) -> None:
     with pytest.raises(ValueError, match="No matching devices found for 'GPU:0'"):
         info("GPU:0")
     with pytest.raises(
-        ValueError, match="Failed parsing device name: 'foo'. Note a valid"
+        ValueError, match=r"Failed parsing device name: 'foo'. Note a valid"
     ):
         info("foo")
     assert said["memory"].lines == [
@@ -133,7 +133,7 @@ def test_visible_devices_cannot_change_late(said: dict[str, Said]) -> None:
     tf.config.set_visible_devices(everything)
     with pytest.raises(
         RuntimeError,
-        match="^Visible devices cannot be modified after being initialized$",
+        match=r"^Visible devices cannot be modified after being initialized$",
     ):
         tf.config.set_visible_devices(everything[:1])
     assert said["again"].lines == ["2", "True"]
@@ -185,7 +185,7 @@ def test_growth_and_parts_cannot_change_late(said: dict[str, Said]) -> None:
     tf.constant(1.0)
     with pytest.raises(
         RuntimeError,
-        match="^Virtual devices cannot be modified after being initialized$",
+        match=r"^Virtual devices cannot be modified after being initialized$",
     ):
         tf.config.set_logical_device_configuration(CPU, two)
 
@@ -204,8 +204,8 @@ def test_parts_have_a_limit_a_priority_and_a_place() -> None:
 
 @semantics("4.2.7", "better", "None is accepted, as TensorFlow's documents say.")
 def test_a_device_is_left_whole() -> None:
-    for nothing in (None, []):
-        tf.config.set_logical_device_configuration(CPU, nothing)
+    tf.config.set_logical_device_configuration(CPU, None)
+    tf.config.set_logical_device_configuration(CPU, [])
     assert tf.config.get_logical_device_configuration(CPU) is None
     with pytest.raises(ValueError, match="Unrecognized device: 'CPU:0'"):
         tf.config.set_logical_device_configuration("CPU:0", [])  # type: ignore[arg-type]

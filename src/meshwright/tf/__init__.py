@@ -19,6 +19,7 @@ from meshwright.tf import (
 from meshwright.tf import operations as math
 from meshwright.tf.absent import refuse
 from meshwright.tf.data import TensorSpec
+from meshwright.tf.device_scope import device
 from meshwright.tf.dtypes import (
     DType,
     as_dtype,
@@ -112,7 +113,6 @@ from meshwright.tf.operations import (
     zeros_like,
 )
 from meshwright.tf.operations import print_ as print
-from meshwright.tf.placement import device
 from meshwright.tf.tensors import Tensor, TensorShape
 from meshwright.tf.variables import (
     Variable,

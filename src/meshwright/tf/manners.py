@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from meshwright.devices.keras_hooks import current_stateless_scope
+from meshwright.devices.keras_hooks import current_stateless_scope, install_keras_hooks
 from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.distribute.replicas import Replica
 from meshwright.tf.distribute.updates import ReplicaScope
@@ -32,6 +32,7 @@ _inside: ContextVar[bool] = ContextVar("meshwright_tf_inside_keras", default=Fal
 @functools.cache
 def teach_keras() -> None:
     """Extends Keras; a second call does nothing."""
+    install_keras_hooks()  # with them, `fit` takes the data sets of the façade
     _extend(keras.Layer, "__call__", _call_layer)
     _extend(keras.Loss, "__call__", _call_loss)
     _extend(keras.Optimizer, "apply", _apply)

@@ -297,4 +297,4 @@ def test_values_from_a_function(strategy: Strategy) -> None:
     assert [v.numpy() for v in values.values] == [0.0, 1.0]
     assert strategy.reduce("SUM", values, axis=None).numpy() == 1.0
     assert isinstance(strategy.meshwright, mw.Mirrored)
-    assert np.float32 == type(values.values[0].numpy())
+    assert isinstance(values.values[0].numpy(), np.float32)

@@ -9,20 +9,20 @@ from meshwright.tf.distribute.inputs import (
     InputContext,
     InputOptions,
 )
-from meshwright.tf.distribute.replica_context import (
-    ReduceOp,
-    ReplicaContext,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
-from meshwright.tf.distribute.strategies import (
+from meshwright.tf.distribute.named import (
     CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ParameterServerStrategy,
     PipelineStrategy,
+)
+from meshwright.tf.distribute.replica_context import (
+    ReduceOp,
+    ReplicaContext,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
 )
 from meshwright.tf.distribute.strategy import Strategy, get_strategy
 from meshwright.tf.distribute.values import PerReplica as DistributedValues

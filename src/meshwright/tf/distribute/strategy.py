@@ -187,6 +187,9 @@ class Strategy:
     def _as_values(self, value: Any) -> Any:
         """The copies of a variable of the strategy; anything else as it is."""
         if getattr(value, "distribute_strategy", None) is not self:
+            is_one_of_many = self.num_local_replicas == 1 < self.num_replicas_in_sync
+            if is_one_of_many and not isinstance(value, PerReplica):
+                return PerReplica([value])  # the others are in other processes
             return value
         if value.synchronization == "on_read":
             return value.read_value()

@@ -14,7 +14,7 @@ from meshwright.tf.distribute.contexts import (
     refuse_mixing,
 )
 from meshwright.tf.distribute.values import PerReplica, regroup
-from meshwright.tf.tensors import raw, to_array
+from meshwright.tf.tensors import raw, together
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +169,9 @@ def assign(variable: Any, value: Any, method: str) -> None:
 
 
 def _combine(old: Any, value: Any, method: str) -> Any:
-    value = to_array(value)
     if isinstance(value, PerReplica):
         raise TypeError("A value per replica cannot be assigned as one value.")
+    old, value = together(old, value)
     if method == "assign":
         new = jnp.asarray(value)
     else:
