@@ -195,7 +195,7 @@ def get_logical_device_configuration(
 def _known(device: Any) -> PhysicalDevice:
     if not isinstance(device, PhysicalDevice) or device not in list_physical_devices():
         raise ValueError(
-            f"Unrecognized device: {device!r}. Pass one of "
+            f"Unrecognized device: {device!r}\nPass one of "
             "tf.config.list_physical_devices()."
         )
     return device

@@ -43,6 +43,9 @@ class DType:
     def __repr__(self) -> str:
         return f"tf.{self.name}"
 
+    def __str__(self) -> str:
+        return f"<dtype: {self.name!r}>"
+
 
 def as_dtype(dtype: Any) -> DType:
     """The type that a name, a type of NumPy's or one of these means.

@@ -106,7 +106,7 @@ class Variable(keras.Variable):
         strategy = current_strategy()
         if when == "none" and strategy is not None:
             raise ValueError(
-                "'NONE' variable synchronization mode is not supported with "
+                "`NONE` variable synchronization mode is not supported with "
                 "tf.distribute "
                 f"strategy. Please change the synchronization for variable: {name}"
             )

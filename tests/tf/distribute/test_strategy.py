@@ -129,7 +129,7 @@ def test_a_variable_from_outside_takes_every_replica_in_turn(
 
 @semantics("4.4.6", "same")
 def test_synchronization_of_variables(scope: Strategy) -> None:
-    with pytest.raises(ValueError, match="'NONE' variable synchronization mode is not"):
+    with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not"):
         tf.Variable(1.0, synchronization=tf.VariableSynchronization.NONE)
     v = tf.Variable(
         1.0, trainable=True, synchronization=tf.VariableSynchronization.ON_READ

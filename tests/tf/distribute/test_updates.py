@@ -88,7 +88,7 @@ def test_a_sum_on_read(scope: tf.distribute.Strategy) -> None:
     assert v.numpy() == 3.0
     v.assign(10.0)
     assert copies(v) == [5.0, 5.0]
-    text = "SyncOnReadVariable does not support 'assign_add' in cross-replica context "
+    text = "SyncOnReadVariable does not support `assign_add` in cross-replica context "
     with pytest.raises(ValueError, match=text + "when aggregation is set to"):
         v.assign_add(1.0)
 
@@ -122,7 +122,7 @@ def test_nothing_on_read(scope: tf.distribute.Strategy) -> None:
     scope.run(lambda: v.assign(number()))
     assert copies(v) == [1.0, 2.0]
     with pytest.raises(
-        ValueError, match=r"Could not convert from tf.VariableAggregation"
+        ValueError, match=r"Could not convert from `tf.VariableAggregation`"
     ):
         v.numpy()
 

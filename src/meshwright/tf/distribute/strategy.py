@@ -198,7 +198,7 @@ class Strategy:
     def _reduce_plain(self, op: str, value: Any, axis: int | None) -> Any:
         if op == "SUM" and self.num_replicas_in_sync > 1:
             raise ValueError(
-                f"A non-DistributedValues value {value} cannot be reduced with the "
+                f"A non-DistributedValues value {value!s} cannot be reduced with the "
                 "given "
                 f"reduce op ReduceOp.{op}."
             )

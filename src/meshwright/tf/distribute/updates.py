@@ -129,16 +129,19 @@ def _is_read_together(variable: Any) -> bool:
 def _read_across(variable: Any) -> Any:
     how = variable.aggregation
     if how == "none":
-        raise ValueError(
-            "Could not convert from tf.VariableAggregation "
-            "VariableAggregationV2.NONE to "
-            "tf.distribute.ReduceOp type"
-        )
+        _refuse_no_aggregation()
     strategy = variable.distribute_strategy
     own = copies(variable)
     if how == "only_first_replica" or strategy.num_replicas_in_sync == 1:
         return own[0]
     return raw(strategy.reduce(how.upper(), PerReplica(own), axis=None))
+
+
+def _refuse_no_aggregation() -> None:
+    raise ValueError(
+        "Could not convert from `tf.VariableAggregation` VariableAggregationV2.NONE to "
+        "`tf.distribute.ReduceOp` type"
+    )
 
 
 def assign(variable: Any, value: Any, method: str) -> None:
@@ -216,6 +219,8 @@ def _assign_across(variable: Any, value: Any, method: str) -> None:
         write_all(variable, _combine(copies(variable)[0], value, method))
         return
     assert strategy is not None
+    if variable.aggregation == "none":
+        _refuse_no_aggregation()
     if variable.aggregation != "sum":
         old = None if method == "assign" else _read_across(variable)
         base = copies(variable)[0] if old is None else old
@@ -225,8 +230,8 @@ def _assign_across(variable: Any, value: Any, method: str) -> None:
         write_all(variable, share / strategy.num_replicas_in_sync)
     else:
         raise ValueError(
-            f"SyncOnReadVariable does not support '{method}' in cross-replica context "
-            "when aggregation is set to 'tf.VariableAggregation.SUM'."
+            f"SyncOnReadVariable does not support `{method}` in cross-replica context "
+            "when aggregation is set to `tf.VariableAggregation.SUM`."
         )
 
 
