@@ -51,7 +51,9 @@ class TensorSpec:
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        return f"TensorSpec(shape={self.shape}, dtype={self.dtype}, name={self.name!r})"
+        return (
+            f"TensorSpec(shape={self.shape}, dtype={self.dtype!r}, name={self.name!r})"
+        )
 
 
 Elements = Callable[[], Iterator[Any]]

@@ -50,7 +50,7 @@ class DType:
 def as_dtype(dtype: Any) -> DType:
     """The type that a name, a type of NumPy's or one of these means.
 
-    >>> as_dtype(np.int32)
+    >>> as_dtype("int32")
     tf.int32
     """
     if isinstance(dtype, DType):
