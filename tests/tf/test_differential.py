@@ -96,7 +96,7 @@ print(show(strategy.run(number)), strategy.run(lambda: 'text'))
 print(show(strategy.run(lambda x, y: x * y, (2.0,), {'y': tf.constant(3.0)})))
 tried(lambda: strategy.run(lambda x: x, args='text'))
 values = strategy.run(number)
-print(strategy.reduce('SUM', values, axis=None), strategy.reduce('mean', values, axis=None))
+print(*(strategy.reduce(op, values, axis=None) for op in ('SUM', 'mean')))
 tried(lambda: strategy.reduce('MAX', values, axis=None))
 tried(lambda: strategy.reduce('SUM', tf.constant(1.0), axis=None))
 dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 30.0]).batch(3)
@@ -156,7 +156,8 @@ def both(inputs):
     return strategy.reduce('SUM', strategy.run(step, args=(inputs,)), axis=None)
 for inputs in strategy.experimental_distribute_dataset(dataset):
     print(round(float(both(inputs)), 4))
-print([w.round(4).tolist() for w in model.get_weights()], round(float(metric.result()), 4))
+print([w.round(4).tolist() for w in model.get_weights()])
+print(round(float(metric.result()), 4))
 with strategy.scope():
     fitted = linear()
     fitted.compile(tf.keras.optimizers.SGD(0.1), 'mse')

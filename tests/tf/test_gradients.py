@@ -87,7 +87,7 @@ def test_a_tape_sees_functions_with_a_derivative_of_their_own() -> None:
 
 
 def test_a_tape_works_inside_of_compiled_functions() -> None:
-    @jax.jit
+    @jax.jit  # type: ignore[untyped-decorator]
     def slope(x: Any) -> Any:
         with tf.GradientTape() as tape:
             y = tf.square(x)

@@ -22,8 +22,8 @@ def test_tensors_print_as_tensorflow_s() -> None:
 
 def test_tensors_are_as_good_as_arrays() -> None:
     x = tf.constant([1.0, 2.0])
-    assert x.shape == (2,)
     assert x.shape.as_list() == [2]
+    assert x.shape == (2,)
     assert x.dtype == tf.float32 == "float32"
     assert x.numpy().tolist() == [1.0, 2.0]
     assert np.asarray(x).tolist() == [1.0, 2.0]
