@@ -128,9 +128,19 @@ teach_keras()
 linalg = SimpleNamespace(matmul=matmul)
 newaxis = None
 
+__version__ = "2.21.0"
+"""The TensorFlow whose behaviour is followed."""
+
+version = SimpleNamespace(VERSION=__version__)
+
 __getattr__ = refuse(
     "tf",
     {
+        "Module": "keras.Layer",
+        "test": "tf.config.list_physical_devices, and pytest",
+        "estimator": "Keras models",
+        "RaggedTensor": "arrays that are padded, with a mask",
+        "einsum": "keras.ops.einsum",
         "Session": "call functions directly; nothing has to be run later",
         "compat": "TensorFlow 2's names, without compat.v1",
         "saved_model": "model.export, or meshwright ckpt export",
@@ -255,6 +265,7 @@ __all__ = [
     "uint16",
     "uint32",
     "uint64",
+    "version",
     "where",
     "zeros",
     "zeros_like",

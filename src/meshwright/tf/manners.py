@@ -19,7 +19,14 @@ from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.distribute.replicas import Replica
 from meshwright.tf.distribute.updates import ReplicaScope
 from meshwright.tf.distribute.values import PerReplica
-from meshwright.tf.tensors import raw, unwrap, without_tensors, wrap
+from meshwright.tf.tensors import (
+    bring,
+    raw,
+    unwrap,
+    whole_on,
+    without_tensors,
+    wrap,
+)
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +70,24 @@ def _call_outermost(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *without_tensors(args), **without_tensors(kwargs))
         return without_tensors(result)
     _teach_arrays()
+    args, kwargs = _beside_variables(self, without_tensors((args, kwargs)))
     token = _inside.set(True)
     try:
-        return wrap(original(self, *without_tensors(args), **without_tensors(kwargs)))
+        return wrap(original(self, *args, **kwargs))
     finally:
         _inside.reset(token)
+
+
+def _beside_variables(caller: Any, arguments: Any) -> Any:
+    """Arguments on the devices of a layer's variables, if a strategy placed these."""
+    if current_replica() is not None:
+        return arguments
+    values = [getattr(v, "_value", None) for v in getattr(caller, "variables", ())]
+    places = [v.sharding for v in values if isinstance(v, jax.Array)]
+    on_several = [place for place in places if len(place.device_set) > 1]
+    if not on_several:
+        return arguments
+    return jax.tree.map(lambda leaf: bring(leaf, whole_on(on_several[0])), arguments)
 
 
 def _is_traced_by_keras() -> bool:

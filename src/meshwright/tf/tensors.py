@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 _PROCESS = "/job:localhost/replica:0/task:0"
 
@@ -281,16 +282,37 @@ def _is_tensor(value: Any) -> bool:
 
 
 def together(*values: Any) -> list[Any]:
-    """Arrays where one operation can use them: TensorFlow's silent copy."""
+    """Arrays where one operation can use them: TensorFlow's silent copy.
+
+    That is the device of the scope; without one, all devices of a strategy if something
+    lies on these, and the default device if not.
+    """
     arrays = [to_array(value) for value in values]
-    fixed = [a for a in arrays if _is_fixed(a)]
+    fixed = [array for array in arrays if _is_fixed(array)]
     if not fixed:
         return arrays
-    target = jax_devices()[current_device() or default_device()]
-    return [
-        jax.device_put(a, target) if _is_fixed(a) and a.devices() != {target} else a
-        for a in arrays
-    ]
+    target = _meeting_place(fixed)
+    return [bring(array, target) for array in arrays]
+
+
+def _meeting_place(fixed: list[Any]) -> Any:
+    on_several = [a.sharding for a in fixed if len(a.sharding.device_set) > 1]
+    if current_device() is None and on_several:
+        return whole_on(on_several[0])
+    return jax_devices()[current_device() or default_device()]
+
+
+def whole_on(place: Any) -> Any:
+    """The place in which arrays are whole on all devices of another."""
+    is_split = isinstance(place, NamedSharding) and not place.is_fully_replicated
+    return NamedSharding(place.mesh, PartitionSpec()) if is_split else place
+
+
+def bring(array: Any, target: Any) -> Any:
+    """An array where others are; one that nobody fixed goes there by itself."""
+    devices = target.device_set if isinstance(target, Sharding) else {target}
+    is_elsewhere = _is_fixed(array) and array.devices() != devices
+    return jax.device_put(array, target) if is_elsewhere else array
 
 
 def _is_fixed(array: Any) -> bool:

@@ -168,6 +168,44 @@ def test_shapes_of_values_are_checked(scope: tf.distribute.Strategy) -> None:
         tf.Variable()
 
 
+def test_weights_that_are_variables_train_in_loops_and_in_fit(
+    scope: tf.distribute.Strategy,
+) -> None:
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.w = tf.Variable(tf.ones((shape[-1], 2)))
+            self.b = self.add_weight(shape=(2,), initializer="zeros")
+
+        def call(self, x: Any) -> Any:
+            return tf.nn.relu(tf.matmul(x, self.w) + self.b)
+
+    x = np.ones((4, 3), "float32")
+    model = keras.Sequential([Scale(), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.1)
+    loss_of = keras.losses.MeanSquaredError()
+
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = loss_of(tf.zeros((4, 1)), model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+        return loss
+
+    losses = [scope.reduce("SUM", scope.run(step), axis=None).numpy() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert len(model.trainable_variables) == 4
+    trained = model.layers[0].w.numpy()
+    assert not np.array_equal(trained, np.ones((3, 2)))
+    outputs = model(tf.constant(x))
+    assert outputs.shape == (4, 1)
+    np.testing.assert_allclose(outputs, model.predict(x, verbose=0), rtol=1e-5)
+    model.compile("sgd", "mse")
+    model.fit(x, np.zeros((4, 1)), batch_size=4, verbose=0)
+    assert not np.array_equal(trained, model.layers[0].w.numpy())
+
+
 @semantics("4.5.9", "same")
 def test_central_variables_need_an_aggregation() -> None:
     import meshwright as mw

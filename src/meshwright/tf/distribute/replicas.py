@@ -37,6 +37,8 @@ class Replica:
         position: Its number among those of this process.
         device: JAX's device of it.
         values: By the id of a variable: the variable and its value here.
+        written: Of these, the variables of Keras' that were assigned.
+        parted: By their ids, other variables of which only this copy was assigned.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Replica:
         self.device = device
         self.values: dict[int, tuple[Any, Any]] = {}
         self.written: dict[int, tuple[Any, Any]] = {}
+        self.parted: dict[int, Any] = {}
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False

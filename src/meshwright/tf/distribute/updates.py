@@ -19,6 +19,7 @@ from meshwright.tf.tensors import raw, together
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 if TYPE_CHECKING:
     from meshwright.tf.distribute.replicas import Replica
@@ -58,7 +59,13 @@ def read(variable: Any) -> Any:
         return _value_in(replica, variable)
     if _is_read_together(variable):
         return _read_across(variable)
-    return copies(variable)[0]
+    return _whole(variable)
+
+
+def _whole(variable: Any) -> Any:
+    """The value on all devices of the strategy; the first one's if they differ."""
+    has_copies = getattr(variable, _COPIES, None) is not None
+    return copies(variable)[0] if has_copies else variable._value
 
 
 def local_value(variable: Any) -> Any:
@@ -198,6 +205,7 @@ def _write_own(replica: "Replica", variable: Any, value: Any, method: str) -> No
     own[replica.position] = new
     object.__setattr__(variable, _COPIES, own)
     replica.values[id(variable)] = variable, new
+    replica.parted[id(variable)] = variable
 
 
 def _write_together(variable: Any, offers: list[Any], method: str) -> None:
@@ -216,7 +224,7 @@ def _assign_across(variable: Any, value: Any, method: str) -> None:
     if strategy is not None and here is not None and here is not strategy:
         refuse_mixing(strategy)
     if not _is_read_together(variable):
-        write_all(variable, _combine(copies(variable)[0], value, method))
+        write_all(variable, _combine(_whole(variable), value, method))
         return
     assert strategy is not None
     if variable.aggregation == "none":
@@ -252,11 +260,23 @@ def settle(strategy: "Strategy", replicas: Sequence["Replica"]) -> None:
     Metrics are sums; moving statistics are means, as they were in Keras 2; what
     optimizers change is equal on all.
     """
+    for variable in {k: v for r in replicas for k, v in r.parted.items()}.values():
+        if variable.synchronization != "on_read":
+            _keep_first(variable)
     changed = {key: v for r in replicas for key, (v, _) in r.written.items()}
     for key, variable in changed.items():
         old = copies(variable)[0]
         values = [r.written[key][1] if key in r.written else old for r in replicas]
         write_all(variable, _settled(strategy, variable, values, old))
+
+
+def _keep_first(variable: Any) -> None:
+    """Makes the first copy what `fit` sees; forgets the copies if all are equal."""
+    own = copies(variable)
+    first = np.asarray(own[0])
+    write_all(variable, own[0])
+    if any(not np.array_equal(first, np.asarray(other)) for other in own[1:]):
+        object.__setattr__(variable, _COPIES, own)
 
 
 def _settled(
