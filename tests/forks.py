@@ -5,12 +5,13 @@ So one process imports, and forks for every piece.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshwright.devices import environment_to_inherit
 
 from conftest import OF_TESTS
 
@@ -71,9 +72,7 @@ class Said:
 
 def environment_of_scripts() -> dict[str, str]:
     """What scripts of their own inherit."""
-    # JAX has set TensorFlow's log level for this process, not for those.
-    unwanted = (*OF_TESTS, "TF_CPP_MIN_LOG_LEVEL")
-    return {k: v for k, v in os.environ.items() if k not in unwanted}
+    return {k: v for k, v in environment_to_inherit().items() if k not in OF_TESTS}
 
 
 def run_pieces(

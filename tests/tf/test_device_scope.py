@@ -1,5 +1,8 @@
 """`tf.device`, soft placement and the log."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import meshwright as mw
@@ -134,3 +137,24 @@ def test_existing_placement_is_left_without_warnings() -> None:
         warnings.simplefilter("error")
         with tf.device("CPU:7"):
             assert tf.zeros((2,)).device.endswith("CPU:7")
+
+
+def test_what_jax_sets_is_not_inherited() -> None:
+    # Else, launched workers would take it for a wish of the user's to log nothing.
+    script = (
+        "import os\n"
+        "from meshwright.devices import LOG_LEVEL_ASKED_FOR, environment_to_inherit\n"
+        "name = 'TF_CPP_MIN_LOG_LEVEL'\n"
+        "kept = environment_to_inherit()\n"
+        "print(os.environ[name], kept.get(name), LOG_LEVEL_ASKED_FOR)\n"
+    )
+    for given, said in ({}, "1 None 0\n"), ({"TF_CPP_MIN_LOG_LEVEL": "2"}, "2 2 2\n"):
+        base = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**base, **given},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == said
