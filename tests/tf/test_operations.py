@@ -1,7 +1,10 @@
 """Tensors, variables and operations."""
 
+from typing import Any
+
 from meshwright import tf
 
+import keras
 import numpy as np
 import pytest
 
@@ -105,3 +108,16 @@ def test_numbers_by_chance_follow_the_seed() -> None:
 def test_printing_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     tf.print("a", tf.constant([1, 2]), 3, sep="|")
     assert capsys.readouterr().err == "a|[1 2]|3\n"
+
+
+def test_containers_keep_their_order_and_masks_their_tensors() -> None:
+    class Both(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return {"z": x, "a": (x, None)}
+
+    outputs = Both()(np.ones((1, 2)))
+    assert list(outputs) == ["z", "a"]
+    assert isinstance(outputs["a"][0], tf.Tensor)
+    assert outputs["a"][1] is None
+    masked = keras.layers.Masking()(tf.constant([[[0.0], [1.0]]]))
+    assert keras.layers.LSTM(1)(masked).shape == (1, 1)

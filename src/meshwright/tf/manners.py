@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import current_stateless_scope, install_keras_hooks
 from meshwright.tf.distribute.contexts import current_replica, current_strategy
 from meshwright.tf.distribute.replicas import Replica
@@ -21,6 +22,7 @@ from meshwright.tf.distribute.updates import ReplicaScope
 from meshwright.tf.distribute.values import PerReplica
 from meshwright.tf.tensors import (
     bring,
+    is_concrete,
     raw,
     unwrap,
     whole_on,
@@ -34,6 +36,15 @@ import keras
 import numpy as np
 
 _inside: ContextVar[bool] = ContextVar("meshwright_tf_inside_keras", default=False)
+
+
+class _Manners:
+    minded = True
+
+
+def mind_manners(minded: bool) -> None:
+    """Whether Keras does what it was taught; tests of other rooms do without."""
+    _Manners.minded = minded
 
 
 @functools.cache
@@ -60,6 +71,8 @@ def _extend(owner: Any, name: str, extension: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def extended(*args: Any, **kwargs: Any) -> Any:
+        if not _Manners.minded:
+            return original(*args, **kwargs)
         return extension(original, *args, **kwargs)
 
     setattr(owner, name, extended)
@@ -83,11 +96,11 @@ def _beside_variables(caller: Any, arguments: Any) -> Any:
     if current_replica() is not None:
         return arguments
     values = [getattr(v, "_value", None) for v in getattr(caller, "variables", ())]
-    places = [v.sharding for v in values if isinstance(v, jax.Array)]
+    places = [v.sharding for v in values if v is not None and is_concrete(v)]
     on_several = [place for place in places if len(place.device_set) > 1]
     if not on_several:
         return arguments
-    return jax.tree.map(lambda leaf: bring(leaf, whole_on(on_several[0])), arguments)
+    return map_leaves(lambda leaf: bring(leaf, whole_on(on_several[0])), arguments)
 
 
 def _is_traced_by_keras() -> bool:

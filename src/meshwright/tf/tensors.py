@@ -6,6 +6,7 @@ It holds the array itself, so Keras, NumPy and JAX take it as they take the arra
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from meshwright.devices.containers import map_leaves
 from meshwright.devices.runtime import jax_devices, names_of
 from meshwright.devices.scope import current_device, default_device
 from meshwright.tf.dtypes import DType, as_dtype
@@ -233,16 +234,12 @@ class Tensor:
 
 
 def wrap(value: Any) -> Any:
-    """A tree in which arrays of JAX's are tensors, unless they are being traced."""
-    return jax.tree.map(
-        lambda leaf: Tensor(leaf) if _is_concrete(leaf) else leaf,
-        value,
-        is_leaf=_is_tensor,
-    )
+    """Containers in which arrays of JAX's are tensors, unless they are being traced."""
+    return map_leaves(lambda leaf: Tensor(leaf) if is_concrete(leaf) else leaf, value)
 
 
-def _is_concrete(value: Any) -> bool:
-    # What is being traced goes on as it is: Keras and JAX look at its type.
+def is_concrete(value: Any) -> bool:
+    """Whether something is an array that has a value and a place."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
@@ -256,16 +253,14 @@ def raw(value: Any) -> Any:
 
 
 def unwrap(value: Any) -> Any:
-    """A tree in which tensors and variables are arrays of JAX's."""
-    return jax.tree.map(raw, value, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__"))
+    """Containers in which tensors and variables are arrays of JAX's."""
+    return map_leaves(raw, value)
 
 
 def without_tensors(value: Any) -> Any:
-    """A tree in which tensors are arrays, and everything else is as it was."""
-    return jax.tree.map(
-        lambda leaf: leaf._array if isinstance(leaf, Tensor) else leaf,
-        value,
-        is_leaf=_is_tensor,
+    """Containers in which tensors are arrays, and everything else is as it was."""
+    return map_leaves(
+        lambda leaf: leaf._array if isinstance(leaf, Tensor) else leaf, value
     )
 
 
@@ -316,4 +311,4 @@ def bring(array: Any, target: Any) -> Any:
 
 
 def _is_fixed(array: Any) -> bool:
-    return _is_concrete(array) and bool(array.committed)
+    return is_concrete(array) and bool(array.committed)
