@@ -16,6 +16,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for variable in [*os.environ]:
     if variable.startswith("MESHWRIGHT_") or variable == "KERAS_BACKEND":
         del os.environ[variable]
+# The process that starts workers of these tests has JAX, which sets it.
+os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")

@@ -86,7 +86,7 @@ def run_pieces(
         capture_output=True,
         text=True,
         env={**environment_of_scripts(), **environment},
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = {
