@@ -1,5 +1,7 @@
 """`tf.config` before and after the start of the runtime."""
 
+from pathlib import Path
+
 from meshwright import tf
 
 import pytest
@@ -209,6 +211,40 @@ def test_a_device_is_left_whole() -> None:
     assert tf.config.get_logical_device_configuration(CPU) is None
     with pytest.raises(ValueError, match="Unrecognized device: 'CPU:0'"):
         tf.config.set_logical_device_configuration("CPU:0", [])  # type: ignore[arg-type]
+
+
+def test_real_gpus_are_hidden_and_limited_and_not_split(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    asking = "import meshwright as mw\ngpus = tf.config.list_physical_devices('GPU')\n"
+    part_of_gpu = "part = tf.config.LogicalDeviceConfiguration(memory_limit=64)\n"
+    pieces = {
+        "hidden": asking + "tf.config.set_visible_devices(gpus[1:3], 'GPU')\n"
+        "print([d.model for d in mw.devices('GPU')])\n"
+        "print(tf.config.experimental.get_device_details(gpus[3]))\n",
+        "limited": asking
+        + "part = tf.config.LogicalDeviceConfiguration(memory_limit=64)\n"
+        "tf.config.set_logical_device_configuration(gpus[0], [part])\n"
+        "print(mw.devices('GPU')[0].memory_limit)\n",
+        "split": asking
+        + "part = tf.config.LogicalDeviceConfiguration(memory_limit=64)\n"
+        "try: tf.config.set_logical_device_configuration(gpus[0], [part] * 2)\n"
+        "except ValueError as error: print(error)\n",
+    }
+    said = run_pieces(
+        pieces,
+        tmp_path_factory.mktemp("real"),
+        PYTHONPATH=str(Path(__file__).parents[1] / "fakes"),
+        CUDA_VISIBLE_DEVICES="0,1,2,3",
+    )
+    models, details = said["hidden"].lines
+    assert models == "['NVIDIA H200', 'NVIDIA L4']"
+    assert details == "{'device_name': 'NVIDIA L4', 'compute_capability': (8, 9)}"
+    assert said["limited"].out == f"{64 * 2**20}\n"
+    assert said["split"].lines[0] == (
+        "tf.config was asked to make several GPUs of /physical_device:GPU:0."
+    )
+    assert "MESHWRIGHT_VIRTUAL=GPU:2" in said["split"].out
 
 
 def test_a_cpu_is_split_and_a_gpu_needs_a_limit(

@@ -4,6 +4,7 @@ from typing import Any
 
 from meshwright import tf
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -108,6 +109,8 @@ def test_numbers_by_chance_follow_the_seed() -> None:
 def test_printing_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     tf.print("a", tf.constant([1, 2]), 3, sep="|")
     assert capsys.readouterr().err == "a|[1 2]|3\n"
+    with pytest.raises(NotImplementedError, match=r"Use jax.debug.print there"):
+        jax.jit(tf.print)(1.0)
 
 
 def test_containers_keep_their_order_and_masks_their_tensors() -> None:

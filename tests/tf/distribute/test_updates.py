@@ -164,6 +164,11 @@ def test_shapes_of_values_are_checked(scope: tf.distribute.Strategy) -> None:
     v = tf.Variable([1.0, 2.0])
     with pytest.raises(ValueError, match="Cannot assign value to variable"):
         v.assign([1.0])
+    values = scope.run(number)
+    with pytest.raises(
+        TypeError, match="A value per replica cannot be assigned as one"
+    ):
+        v.assign(values)
     with pytest.raises(ValueError, match="`initial_value` must be a Tensor"):
         tf.Variable()
 

@@ -74,9 +74,6 @@ class Replica:
         self._wait(self._may_go_on)
         if self._is_abandoned:
             raise _Abandoned
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
         return self.answer
 
     def once_for_all(self, make: Callable[[], Any]) -> Any:
@@ -186,11 +183,7 @@ def _answer(strategy: "Strategy", replicas: Sequence[Replica]) -> None:
         )
     across = waiting[0].wish
     assert across is not None
-    try:
-        answer = strategy.across(across, [replica.offer for replica in waiting])
-    except Exception as error:
-        waiting[0].error = error
-        raise
+    answer = strategy.across(across, [replica.offer for replica in waiting])
     for replica in waiting:
         replica.answer = _bring(part_of(answer, replica.position), replica.device)
 
