@@ -223,12 +223,12 @@ def test_real_gpus_are_hidden_and_limited_and_not_split(
         "print([d.model for d in mw.devices('GPU')])\n"
         "print(tf.config.experimental.get_device_details(gpus[3]))\n",
         "limited": asking
-        + "part = tf.config.LogicalDeviceConfiguration(memory_limit=64)\n"
-        "tf.config.set_logical_device_configuration(gpus[0], [part])\n"
+        + part_of_gpu
+        + "tf.config.set_logical_device_configuration(gpus[0], [part])\n"
         "print(mw.devices('GPU')[0].memory_limit)\n",
         "split": asking
-        + "part = tf.config.LogicalDeviceConfiguration(memory_limit=64)\n"
-        "try: tf.config.set_logical_device_configuration(gpus[0], [part] * 2)\n"
+        + part_of_gpu
+        + "try: tf.config.set_logical_device_configuration(gpus[0], [part] * 2)\n"
         "except ValueError as error: print(error)\n",
     }
     said = run_pieces(

@@ -130,7 +130,7 @@ def _build(
 def _call_loss(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     loss = _call_outermost(original, self, *args, **kwargs)
     replica = current_replica()
-    if replica is None or self.reduction not in ("sum_over_batch_size", "mean"):
+    if replica is None or self.reduction in ("sum", "none", None):
         return loss
     given = args[1] if len(args) > 1 else kwargs.get("y_pred", kwargs.get("y_true"))
     return loss * share_of(replica, jax.tree.leaves(unwrap(given))[0])
@@ -139,7 +139,14 @@ def _call_loss(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def share_of(replica: Replica, array: Any) -> float:
     """The part of the global batch's samples that a replica has."""
     own = int(np.shape(array)[0]) if np.ndim(array) else 1
-    total = replica.meet(sum, own)
+    strategy = replica.strategy
+
+    def add_up(counts: list[int]) -> int:
+        if strategy.num_processes == 1:
+            return sum(counts)
+        return int(strategy.reduce("SUM", PerReplica(counts), None))
+
+    total = replica.meet(add_up, own)
     return own / total if total else 0.0
 
 

@@ -124,7 +124,10 @@ context = tf.distribute.get_replica_context
 total = strategy.run(lambda: context().replica_id_in_sync_group + 1)
 weights = [f"{w:.4f}" for w in model.get_weights()[0].ravel()]
 print(strategy.num_replicas_in_sync, weights,
-      strategy.reduce('SUM', total, axis=None).numpy())
+      strategy.reduce('SUM', total, axis=None).numpy(), end=' ')
+mse = keras.losses.MeanSquaredError()
+shares = strategy.run(lambda: mse(np.zeros((1, 1)), np.full((1, 1), 2.0)))
+print(strategy.reduce('SUM', shares, axis=None).numpy())
 """
 
 
@@ -159,4 +162,4 @@ def test_two_workers_train_one_model(tmp_path: Path) -> None:
     alone.set_weights([np.ones((2, 1), "float32"), np.zeros(1, "float32")])
     alone.fit(x, x[:, :1], batch_size=2, shuffle=False, verbose=0)
     weights = [f"{w:.4f}" for w in alone.get_weights()[0].ravel()]
-    assert [text.splitlines()[-1] for text in said] == [f"2 {weights} 3"] * 2
+    assert [text.splitlines()[-1] for text in said] == [f"2 {weights} 3 4.0"] * 2
