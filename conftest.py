@@ -16,6 +16,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for variable in [*os.environ]:
     if variable.startswith("MESHWRIGHT_") or variable == "KERAS_BACKEND":
         del os.environ[variable]
+# The process that starts workers of these tests has JAX, which sets it.
+os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
@@ -37,8 +39,12 @@ OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 
 
 @pytest.fixture(autouse=True)
-def clean_settings() -> Iterator[None]:
+def clean_settings(request: pytest.FixtureRequest) -> Iterator[None]:
     """Undoes what a test set that needs no restart of the runtime."""
+    if "meshwright.tf.manners" in sys.modules:
+        # What the façade teaches Keras is for its own tests only.
+        is_of_facade = "tf" in request.path.parent.relative_to(ROOT).parts
+        sys.modules["meshwright.tf.manners"].mind_manners(is_of_facade)
     before = current_settings()
     yield
     keep_settings(before)

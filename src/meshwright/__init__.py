@@ -127,10 +127,12 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
         from importlib import import_module
 
+        if name == "tf":  # the room itself: TensorFlow's names for all of this
+            return import_module("meshwright.tf")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
         found = getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
         globals()[name] = found
         return found

@@ -109,8 +109,8 @@ def test_a_jax_without_the_needed_parts_is_refused_with_its_version(
         mw.set_placement_log(True)
     assert str(caught.value).split("\n") == [
         f"JAX {jax.__version__} has no eval_context in jax._src.core.",
-        "The log of eager operations listens to JAX's own interpreter.",
-        "Use a JAX from 0.10 to 0.12, or leave the placement log off.",
+        "The log and the tape of eager operations stand on JAX's own interpreter.",
+        "Use a JAX from 0.10 to 0.12, or leave the log and tf.GradientTape off.",
     ]
 
 

@@ -75,6 +75,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+GLOBAL_BATCHES = "global_batches"
+"""The attribute of a data set with its batches, before strategies split them."""
+
 _NEWEST_STEP = "_meshwright_newest_step"
 """The attribute of a model with the step that was made for it last."""
 
@@ -309,11 +312,14 @@ def _take_state_back(original: Any, self: Any) -> None:
 
 def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     make_intake = getattr(self, INTAKE_MAKER, None)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    for name in ("x", "validation_data"):
+        if hasattr(bound.arguments.get(name), GLOBAL_BATCHES):
+            bound.arguments[name] = _adapt_batches(bound.arguments[name])
     if make_intake is None:
         # This may be a callback inside the run of a model that has one.
         with taking_data_through(None):
-            return original(self, *args, **kwargs)
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
     made = make_intake(self, original.__name__, bound.arguments)
     with made as intake, taking_data_through(intake):
         intake.take(bound.arguments)
@@ -323,6 +329,20 @@ def _run_on_checked_data(original: Any, self: Any, *args: Any, **kwargs: Any) ->
             end_training(self)
         intake.course.end()
         return result
+
+
+def _adapt_batches(data: Any) -> Any:
+    """A data adapter over what a data set of the façade `tf` has to give."""
+    batches = getattr(data, GLOBAL_BATCHES)
+    try:
+        length = len(batches)
+    except TypeError:
+        length = None
+
+    def as_tuples() -> Iterator[Any]:
+        return (b if isinstance(b, tuple) else (b,) for b in batches)
+
+    return make_data_adapter(as_tuples, length)
 
 
 def _iterate_through_intake(original: Any, self: Any) -> Any:
@@ -612,3 +632,10 @@ def _copy(value: Any) -> Any:
 
 
 _compiled_copy = jax.jit(_copy)
+
+
+def current_stateless_scope() -> Any:
+    """The scope that keeps the values of Keras' variables apart, if one is open."""
+    from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+    return get_stateless_scope()

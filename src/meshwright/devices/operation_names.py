@@ -4,6 +4,7 @@ _TENSORFLOW_NAMES = {
     "abs": "Abs",
     "add": "AddV2",
     "add_any": "AddN",
+    "add_n": "AddN",
     "all": "All",
     "any": "Any",
     "argmax": "ArgMax",

@@ -96,6 +96,11 @@ def set_soft_placement(enabled: bool) -> None:
     _SoftPlacement.warned = frozenset()
 
 
+def is_placement_soft() -> bool:
+    """Whether an existing device takes the place of one that is not there."""
+    return _SoftPlacement.on
+
+
 def set_placement_log(enabled: bool) -> None:
     """Switches the log of placements on or off, at any time.
 

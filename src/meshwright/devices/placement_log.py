@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from meshwright.devices import eager_trace
@@ -18,6 +19,7 @@ class _Log:
     on = False
     number = 0
     level = logging.NOTSET
+    name_device: Callable[[str], str] = str
 
 
 class _LastResort(logging.StreamHandler[TextIO]):
@@ -53,6 +55,11 @@ def switch_log(enabled: bool) -> None:
     _Log.on = enabled
 
 
+def name_devices_by(naming: Callable[[str], str]) -> None:
+    """Chooses how lines of the log call a device; `str` leaves its name as it is."""
+    _Log.name_device = staticmethod(naming)
+
+
 def log_number() -> int:
     """Which switching-on of the log this is; 0 while it is off."""
     return _Log.number if _Log.on else 0
@@ -81,7 +88,8 @@ def log_step(
             for row in rows
             if row.variable
         )
-        where = device or ", ".join(dict.fromkeys(d for r in rows for d in r.devices))
+        names = [device] if device else [d for r in rows for d in r.devices]
+        where = ", ".join(_Log.name_device(name) for name in dict.fromkeys(names))
         logger.info(
             "Running %s: layer %s (%s) in device %s%s",
             step,
@@ -94,7 +102,7 @@ def log_step(
 
 def _log_operation(name: str, result: Any) -> None:
     if isinstance(result, jax.Array) and not isinstance(result, jax.core.Tracer):
-        where = ", ".join(names_of(result.sharding))
+        where = ", ".join(_Log.name_device(n) for n in names_of(result.sharding))
         logger.info(
             "Executing op %s in device %s", operation_name(name, result.ndim), where
         )

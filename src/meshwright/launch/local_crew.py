@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cluster.orders import Orders
+from meshwright.devices import environment_to_inherit
 from meshwright.launch.crew import Ended, Event
 from meshwright.launch.guarding import Guard
 from meshwright.launch.local_worker import LocalWorker
@@ -87,7 +88,7 @@ class LocalCrew:
                 self._command,
                 order,
                 {
-                    **os.environ,
+                    **environment_to_inherit(),
                     **share.environment,
                     **exempt_from_proxies(order.coordinator or LOOPBACK, os.environ),
                 },
