@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from meshwright.cluster.records import append_json, read_lines, write_json
+from meshwright.cluster.redaction import redact_arguments, redact_environment
 from meshwright.errors import RunError
-from meshwright.launch.redaction import redact_arguments, redact_environment
 from meshwright.launch.run_folder import open_run
 
 import pytest

@@ -4,10 +4,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import meshwright as mw
 from meshwright.errors import ConfigurationError, MonitorWarning
+from meshwright.report.run_page import run_page
+from meshwright.report.run_record import RunRecord
 from meshwright.train import monitor as monitoring
 from meshwright.train.display import Lines
 from meshwright.train.glance import Glance
@@ -184,6 +187,43 @@ def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match(r"epoch 1/1, step 3/3: .*loss .* \| .* samples/s, ", last)
     assert Lines.every > 1
+
+
+def test_a_run_of_a_plain_script_has_files_and_a_report(tmp_path: Path) -> None:
+    model, watching = make_model(), Monitor("none", run=tmp_path / "run")
+    for epochs in (2, 1):
+        model.fit(X, Y, batch_size=10, epochs=epochs, verbose=0, callbacks=[watching])
+    record = RunRecord.read(tmp_path / "run")
+    assert record.config["versions"]["keras"] == keras.__version__
+    assert record.plan["strategy"] == "Mirrored(data=2)"
+    assert record.state == "finished after step 21"
+    steps = [line["step"] for line in record.metrics if line["epoch"] == 0]
+    assert steps[-1] == 21, "the second fit counts on"
+    assert record.variables[0]["name"].startswith("line/")
+    assert "This command does it again" in run_page(record)
+
+
+def test_a_run_that_begins_anew_leaves_nothing_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        make_model().fit(
+            X, Y, batch_size=10, verbose=0, callbacks=[Monitor("none", run=tmp_path)]
+        )
+    steps = [line["step"] for line in RunRecord.read(tmp_path).metrics]
+    assert steps[-1] == 7
+
+
+def test_the_folder_of_a_launcher_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "launches.jsonl").touch()
+    with pytest.raises(ConfigurationError) as raised:
+        make_model().fit(X, Y, verbose=0, callbacks=[Monitor("none", run=tmp_path)])
+    found = raised.value
+    assert [found.received, found.rule, found.change] == [
+        f"Monitor received run={str(tmp_path)!r}, which is a run of meshwright train.",
+        "A folder belongs to one run, and the launcher writes its files.",
+        "Use another folder, or leave run out.",
+    ]
 
 
 def test_a_model_without_a_strategy_cannot_be_followed() -> None:

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from meshwright.cli.output import json_option, print_json
+from meshwright.cluster.redaction import redact_arguments
 from meshwright.launch.console import Console
-from meshwright.launch.redaction import redact_arguments
 from meshwright.launch.stop import StopRequests
 from meshwright.report.study_page import write_study_page
 from meshwright.trials.objective import find_objective

@@ -11,12 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from meshwright.cluster.redaction import redact_arguments
 from meshwright.devices.device import Device
 from meshwright.devices.discovery import list_devices
 from meshwright.devices.settings import current_settings
 from meshwright.errors import RendezvousError
 from meshwright.launch.interfaces import find_address, is_loopback
-from meshwright.launch.redaction import redact_arguments
 
 _PACKAGES = ("meshwright", "keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _SKEW_SECONDS = 1.0

@@ -8,15 +8,13 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from meshwright.cluster.records import append_json, read_lines, write_json, write_text
+from meshwright.cluster.run_config import moment, run_config
 from meshwright.errors import RunError
-from meshwright.launch.redaction import redact_arguments, redact_environment
 
 _FILES = {
     *("config.json", "lock", "secret", "head.json", "launches.jsonl", "plan.json"),
@@ -32,7 +30,6 @@ _FILES = {
 """What can lie in a run folder before its `config.json` does."""
 
 _STAYS = {"lock", "secret", "earlier"}
-_VERSIONS = ("meshwright", "keras", "jax", "jaxlib", "numpy", "orbax-checkpoint")
 _BEAT_SECONDS = 5.0
 
 
@@ -85,16 +82,8 @@ class RunFolder:
         for name in ("logs", "stacks"):
             (self.path / name).mkdir(mode=0o700, exist_ok=True)
         if self.config is None:
-            write_json(
-                self.path / "config.json",
-                {
-                    "script": str(script),
-                    "arguments": redact_arguments(arguments),
-                    "environment": redact_environment(os.environ),
-                    "began": _moment(self.began),
-                    "versions": {name: _version(name) for name in _VERSIONS},
-                },
-            )
+            config = run_config(str(script), arguments, self.began)
+            write_json(self.path / "config.json", config)
 
     def set_aside(self) -> Path:
         """Moves the run that lies in it into a folder within, and returns that."""
@@ -131,7 +120,7 @@ class RunFolder:
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Notes that the script has ended well; there is nothing more to do."""
         self.check_is_there()
-        ended = {"ended": _moment(time.time()), **facts}
+        ended = {"ended": moment(time.time()), **facts}
         write_json(self.path / "finished.json", ended)
 
     def check_is_there(self) -> None:
@@ -237,7 +226,7 @@ def _take_lock(path: Path) -> int:
 
 
 def _write_holder(lock: int, began: float) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": _moment(began)}
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": moment(began)}
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(holder).encode(), 0)
 
@@ -278,14 +267,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
             "Repair it, or give another folder with --run DIR.",
         ) from error
     return dict(value)
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

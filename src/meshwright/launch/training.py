@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.cluster.orders import OnNan, Orders
+from meshwright.cluster.redaction import redact_arguments
 from meshwright.errors import MeshwrightError, RendezvousError, RunError
 from meshwright.launch.company import (
     Company,
@@ -25,7 +26,6 @@ from meshwright.launch.console import Console
 from meshwright.launch.crew import Crew
 from meshwright.launch.job import Job
 from meshwright.launch.local_crew import LocalCrew
-from meshwright.launch.redaction import redact_arguments
 from meshwright.launch.run_folder import RunFolder, open_run
 from meshwright.launch.schedulers import Task
 from meshwright.launch.stop import StopRequests

@@ -70,16 +70,23 @@ def _summary(run: RunRecord) -> tuple[Markup, ...]:
     if run.wall_seconds:
         found["time of all launches"] = format_seconds(run.wall_seconds)
     parts = [facts(found)]
-    script = run.config.get("script")
-    if script is not None:
-        arguments = run.config.get("arguments", [])
-        words = ["meshwright", "train", "--run", str(run.folder), script]
-        words += ["--", *arguments] if arguments else []
-        parts += [
-            paragraph("This command goes on with the run, or does it again elsewhere:"),
-            command(shlex.join(words)),
-        ]
+    words = _words_of(run)
+    if words:
+        known = "goes on with the run, or does it again elsewhere"
+        what = known if run.launches else "does it again"
+        parts += [paragraph(f"This command {what}:"), command(shlex.join(words))]
     return tuple(parts)
+
+
+def _words_of(run: RunRecord) -> list[str]:
+    """The command that a run was begun with."""
+    script, arguments = run.config.get("script"), run.config.get("arguments", [])
+    if script is None:
+        return []
+    if not run.launches:
+        return ["python", script, *arguments]
+    words = ["meshwright", "train", "--run", str(run.folder), script]
+    return [*words, "--", *arguments] if arguments else words
 
 
 def _curves(run: RunRecord) -> tuple[Markup, ...]:

@@ -56,7 +56,7 @@ def attach(model: Any, strategy: "Strategy") -> None:
                 pace,
                 course,
                 tally=tally,
-                watch=_watch(verb, tally, course, arguments),
+                watch=_watch(verb, tally, course, arguments, strategy),
                 check_nan=strategy.check_nan,
                 depth=strategy.prefetch,
             )
@@ -92,7 +92,11 @@ def _course(model: Any, verb: str, strategy: "Strategy") -> Iterator[Course]:
 
 
 def _watch(
-    verb: str, tally: Tally, course: Course, arguments: Mapping[str, Any]
+    verb: str,
+    tally: Tally,
+    course: Course,
+    arguments: Mapping[str, Any],
+    strategy: "Strategy",
 ) -> Stopwatch | None:
     """What follows the steps of a fit, if anybody wants to know when they are done."""
     if verb != "fit":
@@ -108,7 +112,7 @@ def _watch(
         return None
     stopwatch = Stopwatch(tally, listeners)
     for monitor in monitors:
-        monitor.follow(stopwatch)
+        monitor.follow(stopwatch, _plan_in_json(strategy))
     return stopwatch
 
 

@@ -7,7 +7,7 @@ somebody asks for `Monitor`.
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from meshwright.errors import ConfigurationError, MonitorWarning
 from meshwright.train.display import HOWS, Display, How, make_display
 from meshwright.train.glance import Glance
 from meshwright.train.loggers import Logger, adapt
-from meshwright.train.model_state import KINDS, named_values
+from meshwright.train.model_state import KINDS, named_values, whereabouts
+from meshwright.train.run_files import RunFiles
 from meshwright.train.stopwatch import Lap, Listener, Stopwatch
 from meshwright.train.timeline import Ledger, Spent, complaints
 from meshwright.train.trace import StepTrace
@@ -42,6 +43,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         display: `'live'` draws on a terminal, `'lines'` prints a line now and then,
             `'notebook'` shows text that replaces itself, `'none'` shows nothing;
             `'auto'` chooses one of the first three.
+        run: A folder for configuration, plan and metrics, of which `meshwright report`
+            makes a page. Runs of `meshwright train` have one of their own.
         loggers: Where to write numbers besides: TensorBoard writers, the module
             `mlflow`, runs of Weights & Biases, functions of a step and its numbers. One
             that fails is dropped with a warning.
@@ -69,6 +72,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self,
         display: How = "auto",
         *,
+        run: str | Path | None = None,
         loggers: Sequence[Any] = (),
         histograms: bool = False,
         profile: tuple[int, int] | None = None,
@@ -83,18 +87,20 @@ class Monitor(keras.callbacks.Callback, Listener):
             )
         self._how = display
         self._given = [adapt(each) for each in loggers]
+        self._files = None if run is None else RunFiles(run)
         self._histograms = histograms
         self._trace = None if profile is None else StepTrace(profile, folder)
         self.spent: list[Spent] = []
         self._stopwatch: Stopwatch | None = None
         self._display: Display | None = None
         self._loggers: list[Logger] = []
-        self._step = self._epoch = self._done = 0
+        self._step = self._epoch = self._done = self._total = 0
         self._began = self._next = self._next_log = 0.0
 
-    def follow(self, stopwatch: Stopwatch) -> None:
-        """Called before `fit`, with what follows its steps."""
+    def follow(self, stopwatch: Stopwatch, plan: Mapping[str, Any]) -> None:
+        """Called before `fit`, with what follows its steps, and by what it is split."""
         self._stopwatch = stopwatch
+        self._plan = plan
 
     def dispatching(self, step: int, num_steps: int) -> None:
         """Begins or ends the trace, if it is time to."""
@@ -114,7 +120,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._done = lap.step
         now = time.monotonic()
         shows = self._display is not None and now >= self._next
-        writes = bool(self._loggers) and now >= self._next_log
+        writes = bool(self._loggers or self._writes) and now >= self._next_log
         if shows or writes:
             numbers = _numbers_in(jax.device_get(dict(lap.logs)))
             if shows:
@@ -150,6 +156,15 @@ class Monitor(keras.callbacks.Callback, Listener):
         is_first = process_index() == 0
         self._display = make_display(self._how) if is_first else None
         self._loggers = [*self._given] if is_first else []
+        self._has_told_where = False
+        self._before = self._total
+        if self._writes and self._files is not None:
+            self._files.begin(self._plan)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether files are for this process to write."""
+        return self._files is not None and process_index() == 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Counts the steps of the epoch."""
@@ -162,9 +177,17 @@ class Monitor(keras.callbacks.Callback, Listener):
         self.spent.append(self._of_epoch.take())
         numbers = _numbers_in(logs or {})
         self._show(numbers, is_end=True)
-        self._log({**numbers, "epoch": float(epoch)})
+        self._log(numbers)
+        self._tell_where()
         if self._histograms:
-            self._tell_loggers(lambda each: each.log_weights(self._done, self._weights))
+            step = self._total
+            self._tell_loggers(lambda each: each.log_weights(step, self._weights))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says that the fit has ended well."""
+        if self._files is not None and self._writes:
+            with contextlib.suppress(OSError):
+                self._files.end(self._total)
 
     @property
     def _weights(self) -> Iterator[tuple[str, Any]]:
@@ -179,8 +202,21 @@ class Monitor(keras.callbacks.Callback, Listener):
         spent = self._since_log.take()
         paces = spent.to_json() if spent.steps else {}
         known = {name: value for name, value in paces.items() if value is not None}
-        self._tell_loggers(lambda each: each.log(self._done, {**numbers, **known}))
+        told = {**numbers, **known}
+        step = self._before + self._done
+        self._total = step
+        if self._files is not None and self._writes:
+            self._files.add(step, self._epoch, told)
+        told["epoch"] = float(self._epoch)
+        self._tell_loggers(lambda each: each.log(step, told))
         self._next_log = time.monotonic() + LOG_SECONDS
+
+    def _tell_where(self) -> None:
+        """Writes where variables lie, when the first epoch has placed them."""
+        if self._files is not None and self._writes and not self._has_told_where:
+            self._has_told_where = True
+            with contextlib.suppress(OSError):
+                self._files.place(whereabouts(self.model))
 
     def _tell_loggers(self, tell: Callable[[Logger], None]) -> None:
         for logger in list(self._loggers):

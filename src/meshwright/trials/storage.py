@@ -7,8 +7,8 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from meshwright.cluster.redaction import redact_arguments
 from meshwright.errors import StudyError
-from meshwright.launch.redaction import redact_arguments
 
 if TYPE_CHECKING:
     from optuna.storages import RDBStorage

@@ -1,0 +1,62 @@
+"""The files of a training that no launcher has started, for its report."""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.cluster.records import write_json
+from meshwright.cluster.run_config import moment, run_config
+from meshwright.errors import ConfigurationError
+from meshwright.train.metrics_log import MetricsLog
+
+_OF_A_LAUNCHER = "launches.jsonl"
+
+
+class RunFiles:
+    """A folder with what a training was begun with, and what was measured.
+
+    Another process that writes to the same folder begins it anew.
+
+    Arguments:
+        folder: The folder; made if it is not there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._metrics = MetricsLog(self.folder / "metrics.jsonl")
+        self._has_begun = False
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Writes with what and by what a fit is begun."""
+        if (self.folder / _OF_A_LAUNCHER).exists():
+            raise ConfigurationError(
+                f"Monitor received run={str(self.folder)!r}, which is a run of "
+                "meshwright train.",
+                "A folder belongs to one run, and the launcher writes its files.",
+                "Use another folder, or leave run out.",
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._has_begun:
+            self._has_begun = True
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            (self.folder / "placement.json").unlink(missing_ok=True)
+            script, *arguments = sys.argv or ["python"]
+            config = run_config(script, arguments, time.time())
+            write_json(self.folder / "config.json", config)
+        (self.folder / "finished.json").unlink(missing_ok=True)
+        write_json(self.folder / "plan.json", plan)
+
+    def add(self, step: int, epoch: int, numbers: Mapping[str, Any]) -> None:
+        """Adds a line of metrics."""
+        self._metrics.add(step, epoch, time=time.time(), **numbers)
+
+    def end(self, step: int) -> None:
+        """Says that a fit has ended well."""
+        ended = {"ended": moment(time.time()), "step": step}
+        write_json(self.folder / "finished.json", ended)
+
+    def place(self, variables: list[dict[str, Any]]) -> None:
+        """Writes where variables lie."""
+        write_json(self.folder / "placement.json", variables)
