@@ -1,6 +1,7 @@
 """What ends a fit in a run besides its last step: wishes to stop, and NaN."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,7 +164,17 @@ def test_a_poisoned_weight_is_found_out(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.fixture
+def disk_with_room_again() -> Iterator[None]:
+    """Whatever becomes of the test, those after it can write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.filterwarnings("ignore::meshwright.errors.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache")
+@pytest.mark.usefixtures("disk_with_room_again")
 def test_a_full_disk_stops_nothing_but_the_end(tmp_path: Path) -> None:
     # faults.md rows 26 and 34, G3, G4
     with pytest.warns(CheckpointWarning, match="was not saved"):
