@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,20 @@ OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 """What scripts of their own do not inherit: they run as users run them."""
 
 
-@pytest.fixture(autouse=True, scope="module")
+TESTS_BETWEEN_FREEZES = 20
+_num_tests = count(1)
+
+
+@pytest.fixture(autouse=True)
 def old_objects_are_left_alone() -> Iterator[None]:
     """Keeps Python from looking through all that stays, such as what JAX has traced.
 
     Looking for garbage among it took half of the time of the whole suite.
     """
     yield
-    gc.collect()
-    gc.freeze()
+    if next(_num_tests) % TESTS_BETWEEN_FREEZES == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
