@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -40,20 +39,15 @@ OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 """What scripts of their own do not inherit: they run as users run them."""
 
 
-TESTS_BETWEEN_FREEZES = 20
-_num_tests = count(1)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def old_objects_are_left_alone() -> Iterator[None]:
     """Keeps Python from looking through all that stays, such as what JAX has traced.
 
     Looking for garbage among it took half of the time of the whole suite.
     """
     yield
-    if next(_num_tests) % TESTS_BETWEEN_FREEZES == 0:
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
