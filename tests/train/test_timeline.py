@@ -99,7 +99,7 @@ def test_no_step_is_lost_while_somebody_asks() -> None:
     ],
 )
 def test_what_slows_down_is_said(spent: Spent, words: str) -> None:
-    assert [each.words for each in complaints(spent, is_first=False)] == [words]
+    assert complaints(spent, is_first=False) == [words]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What there is to see of a training at a moment, in words."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.devices.activity import Activity
 from meshwright.devices.sizes import format_bytes
@@ -39,7 +39,7 @@ class Glance:
     """What the time since the last glance went into."""
     activities: Sequence[Activity] = ()
     seconds_left: float | None = None
-    is_end: bool = field(default=False)
+    is_end: bool = False
     """Whether it is the last one of its epoch."""
 
     def __str__(self) -> str:

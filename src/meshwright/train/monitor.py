@@ -257,8 +257,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._compiling += spent.compile
         # At the end of an epoch all may have been shown already.
         self._newest = spent if spent.steps else self._newest
-        for complaint in complaints(spent, self._is_first):
-            display.warn(complaint.words)
+        for words in complaints(spent, self._is_first):
+            display.warn(words)
         self._is_first = False
         glance = Glance(
             epoch=self._epoch + 1,

@@ -131,45 +131,33 @@ class Ledger:
         return spent
 
 
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """Why devices do less than they could, in words."""
-
-    kind: str
-    words: str
-
-
-STARVED, DRAGGED, RECOMPILING = "input", "host", "compile"
 ENOUGH_SECONDS = 5.0
 """Shorter whiles are no reason to complain."""
 TOO_MUCH = 0.2
 """Nor are smaller shares of the time."""
 
 
-def complaints(spent: Spent, is_first: bool) -> list[Complaint]:
-    """What slows a training down beside the devices.
+def complaints(spent: Spent, is_first: bool) -> list[str]:
+    """What slows a training down beside the devices, in words.
 
     Arguments:
         spent: What a while went into.
         is_first: Whether it was the first one, in which programs are compiled anyway.
 
     >>> slow = Spent(steps=10, samples=80, devices=4.0, input=4.0)
-    >>> print(complaints(slow, is_first=False)[0].words)
-    the devices waited for data 50 % of the time
+    >>> complaints(slow, is_first=False)
+    ['the devices waited for data 50 % of the time']
     """
     if spent.seconds < ENOUGH_SECONDS:
         return []
-    found = []
-    if spent.share("input") > TOO_MUCH:
-        share = round(100 * spent.share("input"))
-        words = f"the devices waited for data {share} % of the time"
-        found.append(Complaint(STARVED, words))
-    if spent.share("host") > TOO_MUCH:
-        share = round(100 * spent.share("host"))
-        words = f"the devices waited for Python {share} % of the time"
-        found.append(Complaint(DRAGGED, words))
-    if not is_first and spent.share("compile") > TOO_MUCH:
-        share = round(100 * spent.share("compile"))
-        words = f"steps were compiled anew for {share} % of the time"
-        found.append(Complaint(RECOMPILING, words))
-    return found
+    words = {
+        "input": "the devices waited for data {} % of the time",
+        "host": "the devices waited for Python {} % of the time",
+    }
+    if not is_first:
+        words["compile"] = "steps were compiled anew for {} % of the time"
+    return [
+        text.format(round(100 * spent.share(part)))
+        for part, text in words.items()
+        if spent.share(part) > TOO_MUCH
+    ]
