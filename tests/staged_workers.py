@@ -118,9 +118,11 @@ def supervise(
     return Play(outcome, path)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; nobody may have asked yet how an orphan ended."""
+def is_alive(process: int | psutil.Process) -> bool:
+    """Whether it runs; nobody may have asked yet how an orphan ended."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        if isinstance(process, int):
+            process = psutil.Process(process)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -24,6 +24,7 @@ import pytest
 
 from meeting import Open, facts_of, open_door
 from namespaces import Network, network_of
+from staged_workers import is_alive
 
 pytestmark = pytest.mark.processes
 
@@ -140,15 +141,15 @@ def processes_of(events: list[Event]) -> list[psutil.Process]:
     """Workers and what they have started, from what they printed."""
     lines = [event.line for event in events if isinstance(event, Printed)]
     numbers = [int(number) for line in lines for number in line.split()[-2:]]
-    return [psutil.Process(n) for n in numbers if psutil.pid_exists(n)]
+    found = []
+    for number in numbers:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(number))
+    return found
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return all(
-            p.status() == psutil.STATUS_ZOMBIE for p in processes if p.is_running()
-        )
-    return False  # one of them is just going
+    return not any(map(is_alive, processes))
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:

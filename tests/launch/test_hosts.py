@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from namespaces import network_of
+from staged_workers import is_alive
 
 pytestmark = pytest.mark.processes
 
@@ -89,7 +90,11 @@ class Machine:
         """The processes that ssh was replaced by, newest last."""
         lines = self.ssh_log.read_text().splitlines()
         numbers = [int(line.split()[0]) for line in lines if line[:1].isdigit()]
-        return [psutil.Process(n) for n in numbers if psutil.pid_exists(n)]
+        found = []
+        for number in numbers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(number))
+        return found
 
     def agent_at(self, address: str) -> psutil.Process:
         """The newest agent on a host."""
@@ -189,7 +194,7 @@ def test_a_host_that_cannot_be_used_is_told_with_the_cause(
 
 def wait_until_gone(machine: Machine) -> None:
     deadline = time.monotonic() + 5
-    while any(a.status() != psutil.STATUS_ZOMBIE for a in machine.agents()):
+    while any(map(is_alive, machine.agents())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

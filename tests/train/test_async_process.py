@@ -16,10 +16,10 @@ from meshwright.train.async_worker import Pulled, Task
 import jax
 import keras
 import numpy as np
-import psutil
 import pytest
 
 from conftest import Run
+from staged_workers import is_alive
 
 X = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
@@ -234,14 +234,6 @@ def test_processes_end_with_the_one_that_started_them(run_script: Run) -> None:
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a worker has outlived its training"
         time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; nobody may have asked for the status of one that died."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class CallsBack(keras.layers.Layer):

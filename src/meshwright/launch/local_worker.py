@@ -148,13 +148,16 @@ class LocalWorker:
 
     def kill(self) -> None:
         """Ends it with everything that it has started, and waits until that is done."""
-        for process in _descendants(self.process.pid):
+        others = _started_by(self.process.pid)
+        for process in others:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while not self._is_gone() and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            if self._is_gone() and not any(map(_lives, others)):
+                break
             time.sleep(0.005)
         self.has_ended = True
 
@@ -253,11 +256,23 @@ def _peak_bytes(usage: "resource.struct_rusage | None") -> int:
     return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def _started_by(pid: int) -> list[psutil.Process]:
+    """Its descendants, and what is left of its group where it has ended before."""
+    found: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.Error):
+        found.update(psutil.Process(pid).children(recursive=True))
+    for other in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if other != pid and os.getpgid(other) == pid:
+                found.add(psutil.Process(other))
+    return list(found)
+
+
+def _lives(process: psutil.Process) -> bool:
     try:
-        return list(psutil.Process(pid).children(recursive=True))
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return []
+        return False
 
 
 def _words(pid: int, name: str) -> str:
