@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ for variable in [*os.environ]:
         del os.environ[variable]
 # The process that starts workers of these tests has JAX, which sets it.
 os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+# Who runs the tests in the background makes all that they start ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
