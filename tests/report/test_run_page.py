@@ -83,6 +83,21 @@ def run(tmp_path: Path) -> RunRecord:
             variable("dense/kernel", "parameters", 64),
             variable("adam/momentum", "optimizer state", 128, memory="pinned_host"),
         ],
+        memory={
+            device: {
+                "kinds": {"parameters": 2**20, "metrics": 0, "temporaries": 2**21},
+                "limit": 2**23,
+                "peak": 5 * 2**20,
+            }
+            for device in DEVICES
+        },
+        devices={
+            "seconds": 0.2,
+            "devices": {
+                device: {"computing": 0.4, "communicating": 0.35, "idle": 0.25}
+                for device in DEVICES
+            },
+        },
         metrics=[line(1, 0, val_loss=2.0), line(3, 1, val_loss=1.5, loss=None)],
         events=[
             {"time": 1.0, "event": "attempt", "attempt": 0},
@@ -128,7 +143,8 @@ def test_every_question_about_a_run_has_its_section(run: RunRecord) -> None:
         "Loss and metrics",
         "Throughput",
         "Where the time went",
-        "Memory of variables",
+        "What each device did",
+        "Memory",
         "The devices and what lies where",
         "The pipeline",
         "The plan, and why the others lost",
@@ -146,7 +162,10 @@ def test_what_is_known_stands_in_it(run: RunRecord) -> None:
         "slower: 0.25 s",
         "16 GiB > 8 GiB",
         "dense/kernel",
-        "optimizer state, in the memory of the host",
+        "limit 8 MiB",
+        "5.0 MiB",  # the peak
+        "40.0 %",
+        "from a sample of 200 ms",
         "stage 0  F0 F1",  # the timetable
         "3.60 x",
         "$1.50",
@@ -184,7 +203,7 @@ def test_the_page_asks_for_nothing_outside_of_it(run: RunRecord) -> None:
 def test_every_chart_has_a_title_and_its_figures_beneath(run: RunRecord) -> None:
     text = run_page(run)
     figures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)
-    assert len(figures) == 6
+    assert len(figures) == 7
     for each in figures:
         assert re.search(r'<svg role="img".*?><title>[^<]+</title>', each)
         assert "<details><summary>The figures</summary>" in each
@@ -196,6 +215,16 @@ def test_numbers_that_are_none_leave_a_gap(run: RunRecord) -> None:
     assert run.series("loss") == [(1.0, 1.0)]
     assert run.series("val_loss") == [(1.0, 2.0), (3.0, 1.5)]
     assert run.names == ["loss"]
+
+
+def test_without_the_compiler_s_account_the_memory_of_variables_is_shown(
+    run: RunRecord,
+) -> None:
+    (run.folder / "memory.json").unlink()
+    page = Reader(run_page(RunRecord.read(run.folder)))
+    assert "What variables take" in page.text
+    assert "optimizer state, in the memory of the host" in page.text
+    assert "By the account" not in page.text
 
 
 def test_shares_are_of_the_time_that_was_measured(tmp_path: Path) -> None:

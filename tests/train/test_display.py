@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.devices.activity import Activity
+from meshwright.devices.occupation import Occupation, Sample
 from meshwright.train.display import Lines, Live, Notebook, make_display
-from meshwright.train.glance import Glance
+from meshwright.train.glance import Glance, describe_sample, idle_devices
 from meshwright.train.timeline import Spent
 
 import pytest
@@ -101,6 +102,38 @@ def test_a_pipe_that_is_no_utf8_gets_what_it_can_take() -> None:
     assert second == "slow: the devices waited for data 50 % of the time"
 
 
+def test_what_each_device_did_has_room_on_terminals_and_is_told_once_in_pipes() -> None:
+    devices = {
+        "/device:GPU:0": Occupation(0.5, 0.25),
+        "/device:GPU:1": Occupation(1, 0),
+    }
+    seen = glance(sample=Sample(0.2, devices))
+    assert "GPU:0: computing 50 %, communicating 25 %, idle 25 %" in seen.details
+    assert "GPU:1: computing 100 %, communicating 0 %, idle 0 %" in seen.details
+    assert "idle" not in str(seen), "lines are for what changes"
+    # What the devices had to do, 90 % of the time, divided as in the sample.
+    assert "(computing 75 %, communicating 12 %, pausing 3 %, data 10 %)" in str(seen)
+    file = io.StringIO()
+    Lines(file).tell("GPU:0: computing 50 %")
+    assert file.getvalue() == "GPU:0: computing 50 %\n"
+
+
+def test_many_devices_are_told_of_together() -> None:
+    many = {f"GPU:{i}": Occupation(0.1 * i, 0.1) for i in range(8)}
+    assert describe_sample(Sample(0.2, many)) == [
+        "8 devices: computing 0-70 %, communicating 10 %, idle 20-90 %"
+    ]
+
+
+def test_a_device_that_stands_idle_beside_others_is_told_of() -> None:
+    some = {"GPU:0": Occupation(0.9, 0), "GPU:1": Occupation(0, 0.1)}
+    assert idle_devices(Sample(0.2, some)) == [
+        "GPU:1 stood idle 90 % of the time, GPU:0 10 %"
+    ]
+    alike = dict.fromkeys(["GPU:0", "GPU:1"], Occupation(0.3, 0))
+    assert idle_devices(Sample(0.2, alike)) == [], "all pause, which the shares say"
+
+
 def test_a_notebook_gets_one_text_that_replaces_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,7 +156,7 @@ def test_a_notebook_gets_one_text_that_replaces_itself(
     notebook.show(glance(step=20))
     notebook.close()
     (text,) = shown
-    assert text.startswith("<pre>epoch 2/5, step 20/40: ")
+    assert text.startswith("<pre>epoch 2/5, step 20/40\nloss 0.25, accuracy 0.5\n")
     assert text.endswith("slow: steps were compiled anew for 30 % of the time</pre>")
     notebook.show(glance(numbers={"<b>": 1.0}))
     assert "&lt;b&gt;" in shown[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
+from meshwright.devices.memory import StepMemory
 from meshwright.errors import ConfigurationError, MonitorWarning
 from meshwright.report.run_page import run_page
 from meshwright.report.run_record import RunRecord
@@ -17,6 +18,7 @@ from meshwright.train.glance import Glance
 from meshwright.train.monitor import Monitor
 from meshwright.train.stopwatch import THREAD_NAME
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -40,10 +42,14 @@ class Shown:
     def __init__(self) -> None:
         self.glances: list[Glance] = []
         self.warnings: list[str] = []
+        self.told: list[str] = []
         self.is_closed = False
 
     def show(self, glance: Glance) -> None:
         self.glances.append(glance)
+
+    def tell(self, words: str) -> None:
+        self.told.append(words)
 
     def warn(self, words: str) -> None:
         self.warnings.append(words)
@@ -224,6 +230,129 @@ def test_the_folder_of_a_launcher_is_left_alone(tmp_path: Path) -> None:
         "A folder belongs to one run, and the launcher writes its files.",
         "Use another folder, or leave run out.",
     ]
+
+
+@pytest.fixture
+def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("meshwright.train.sampler._SHORTEST", 0.05)
+
+
+def fit_until_seen(watching: Monitor, **options: Any) -> Any:
+    """Trains until somebody has looked at the devices, or gave it up."""
+
+    def stop_when_seen(epoch: int, logs: Any) -> None:
+        model.stop_training = watching._sampler is None or watching.sample is not None
+
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=stop_when_seen)
+    model = make_model()
+    callbacks = [watching, stop]
+    model.fit(X, Y, batch_size=10, epochs=3000, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.usefixtures("looking_at_once")
+def test_what_devices_did_is_shown_kept_and_reported(
+    shown: Shown, tmp_path: Path
+) -> None:
+    watching = Monitor(run=tmp_path)
+    fit_until_seen(watching)
+    sample = watching.sample
+    assert sample is not None
+    assert list(sample.devices) == [f"/device:{name}" for name in CPUS]
+    assert all(each.computing > 0 for each in sample.devices.values())
+    assert [words.split(":")[1] for words in shown.told[:2]] == ["0", "1"]
+    assert shown.glances[-1].sample is sample
+    record = RunRecord.read(tmp_path)
+    assert record.occupation is not None
+    assert record.occupation.devices.keys() == sample.devices.keys()
+    assert sum(record.shares.values()) == pytest.approx(1, abs=0.01)
+    parts = [f"{part}_share" for part in ("computing", "communicating", "pausing")]
+    last = record.metrics[-1]
+    assert sum(last[part] for part in parts) == pytest.approx(
+        last["devices_share"], abs=0.001
+    )
+    page = run_page(record)
+    assert "What each device did" in page
+    assert "computing_share" not in page, "it is no metric of the model"
+
+
+@pytest.mark.usefixtures("looking_at_once")
+def test_a_profile_of_the_user_s_own_goes_on_and_is_told_of(
+    shown: Shown, tmp_path: Path
+) -> None:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it makes all that Python does slow
+    jax.profiler.start_trace(str(tmp_path), profiler_options=options)
+    try:
+        with pytest.warns(MonitorWarning) as caught:
+            fit_until_seen(watching := Monitor())
+    finally:
+        jax.profiler.stop_trace()
+    (warning,) = caught
+    assert re.fullmatch(
+        r"Monitor cannot look at what devices do: JAX's profiler failed: .*rofile.*\. "
+        r"The training goes on\.",
+        str(warning.message),
+    )
+    assert watching.sample is None
+
+
+def test_short_trainings_are_not_looked_at(shown: Shown) -> None:
+    watching = Monitor()
+    make_model().fit(X, Y, batch_size=10, epochs=3, verbose=0, callbacks=[watching])
+    assert watching.sample is None
+    assert len(watching.spent) == 3
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        mw.Mirrored,
+        lambda cpus: mw.FSDP(devices=cpus),
+        lambda cpus: mw.Pipeline(["second"], 2, devices=cpus),
+    ],
+    ids=["mirrored", "fsdp", "pipeline"],
+)
+def test_the_memory_of_a_step_is_known_by_kind(strategy: Any, tmp_path: Path) -> None:
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(64),
+            keras.layers.Dense(1, name="second"),
+        ]
+    )
+    model.compile("adam", "mse")
+    mw.distribute(model, strategy(CPUS))
+    model.fit(X, Y, batch_size=10, verbose=0, callbacks=[Monitor("none", run=tmp_path)])
+    record = RunRecord.read(tmp_path)
+    assert [*record.memory] == [f"/device:{name}" for name in CPUS]
+    for name, each in record.memory.items():
+        held = record.bytes_by_device[name]
+        kinds = each["kinds"]
+        assert kinds["parameters"] == held["parameters"]
+        # The compiler counts the learning rate and the number of updates as well.
+        assert 0 <= kinds["optimizer state"] - held["optimizer state"] <= 16
+        assert kinds["temporaries"] > 0
+    assert "By the account of the compiler" in run_page(record)
+
+
+def test_memory_that_cannot_be_told_does_not_stop_a_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: Any) -> None:
+        raise KeyError("an XLA of tomorrow")
+
+    monkeypatch.setattr(StepMemory, "of", fail)
+    model, watching = make_model(), Monitor("none", run=tmp_path)
+    with pytest.warns(MonitorWarning) as caught:
+        model.fit(X, Y, epochs=2, verbose=0, callbacks=[watching])
+    (warning,) = caught
+    assert str(warning.message) == (
+        "The memory of a step of 'line' cannot be told: KeyError('an XLA of "
+        "tomorrow'). The training goes on."
+    )
+    assert RunRecord.read(tmp_path).memory == {}
 
 
 def test_a_model_without_a_strategy_cannot_be_followed() -> None:

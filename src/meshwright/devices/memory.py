@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn, Self
@@ -22,6 +22,9 @@ _NO_BUFFER = {"bitcast", "tuple", "get-tuple-element", "constant", "after-all"}
 _ON_HOST = ":S(5)"
 """The mark of an array in the memory of the host, behind its layout."""
 _BITS = re.compile(r"\d+")
+
+MemoryInUse = Sequence[tuple[Iterable[jax.Device], Mapping[str, int]]]
+"""Devices, and what a program takes on each of them, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

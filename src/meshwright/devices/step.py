@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from meshwright.devices.memory import (
+    StepMemory,
     is_out_of_memory,
     refuse_batch,
     refuse_over_limit,
@@ -110,6 +111,22 @@ class StepCheck:
         self._model = model
         self._name = name
         self._seen: set[Any] = set()
+        self._newest: tuple[Any, Any] | None = None
+
+    def remember(self, step: Any, args: tuple[Any, ...]) -> None:
+        """Keeps what `memory` looks at: a function under `jax.jit`, and arguments."""
+        self._newest = step, jax.tree.map(_shape_of, args)
+
+    def memory(self) -> StepMemory | None:
+        """What the newest step takes on each device; None before the first.
+
+        It has run, so JAX has its program and does not compile it again.
+        """
+        if self._newest is None:
+            return None
+        step, args = self._newest
+        labels = labels_of(variables_of(self._model, args[0]), _first_parameter(step))
+        return StepMemory.of(step.lower(*args).compile(), labels)
 
     def look(
         self, step: Any, args: tuple[Any, ...], size: int, device: str | None = None
@@ -134,12 +151,24 @@ class StepCheck:
         if limit is not None:
             name = f"{self._name} of {self._model.name!r}"
             lowered = step.lower(*args)
-            first = next(iter(inspect.signature(step).parameters))
-            labels = labels_of(variables, first)
+            labels = labels_of(variables, _first_parameter(step))
             refuse_over_limit(lowered, labels, limit, name, size)
         if logging:
             log_step(self._model, self._name, variables, state, device)
         self._seen.add((size, shapes, limit, logging))
+
+
+def _first_parameter(step: Any) -> str:
+    return next(iter(inspect.signature(step).parameters))
+
+
+def _shape_of(value: Any) -> Any:
+    """What a value is to a compiler, without keeping it."""
+    if not isinstance(value, jax.Array):
+        return value
+    return jax.ShapeDtypeStruct(
+        value.shape, value.dtype, sharding=value.sharding, weak_type=value.weak_type
+    )
 
 
 class GuardedStep:

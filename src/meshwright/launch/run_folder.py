@@ -18,13 +18,8 @@ from meshwright.errors import RunError
 
 _FILES = {
     *("config.json", "lock", "secret", "head.json", "launches.jsonl", "plan.json"),
-    *(
-        "placement.json",
-        "metrics.jsonl",
-        "events.jsonl",
-        "faults.jsonl",
-        "finished.json",
-    ),
+    *("placement.json", "memory.json", "devices.json", "finished.json"),
+    *("metrics.jsonl", "events.jsonl", "faults.jsonl"),
     *("logs", "stacks", "checkpoints", "earlier", "report.html"),
 }
 """What can lie in a run folder before its `config.json` does."""

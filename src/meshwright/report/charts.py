@@ -15,6 +15,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 30, 40
 _BAR = 26
 _NAMES = 190
 _SERIES = ("--one", "--two", "--best", "--faint")
+_PARTS = ("--one", "--two", "--three", "--four", "--five", "--best", "--faint")
+_ACROSS = 5
+"""So many names stand side by side above stacked bars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,69 @@ def bars(title: str, values: Sequence[tuple[str, float]], suffix: str = "") -> M
         for i, (name, value) in enumerate(values)
     ]
     return svg(title, _TOP + len(values) * _BAR + 8, marks)
+
+
+def stacked(
+    title: str,
+    rows: Sequence[tuple[str, Sequence[float]]],
+    parts: Sequence[str],
+    suffix: str = "",
+    *,
+    limit: float | None = None,
+    rest: str = "",
+) -> Markup:
+    """Horizontal bars of several parts, with their sums, and a limit if there is one.
+
+    The part that is called as `rest` is drawn faintly and is not in the sums.
+
+    >>> chart = stacked("Memory", [("GPU:0", [1.0, 2.0])], ["weights", "data"], " GiB", limit=8)
+    >>> chart.count("<rect"), ">3 GiB<" in chart, "limit 8 GiB" in chart
+    (4, True, True)
+    """  # noqa: E501
+    longest = max([*(sum(values) for _, values in rows), limit or 0.0])
+    scale = (WIDTH - _NAMES - 80) / (longest or 1.0)
+    top = _TOP + 18 * -(-len(parts) // _ACROSS)
+    colours = [
+        "--rule" if part == rest else _PARTS[number % len(_PARTS)]
+        for number, part in enumerate(parts)
+    ]
+    marks = [_name_of_part(number, p, colours) for number, p in enumerate(parts)]
+    for i, (name, values) in enumerate(rows):
+        y, x = top + i * _BAR, float(_NAMES)
+        total = sum(v for part, v in zip(parts, values, strict=True) if part != rest)
+        marks.append(
+            Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(
+                _NAMES - 8, y + 13, _short(name, 28)
+            )
+        )
+        for number, value in enumerate(values):
+            marks.append(
+                Markup(
+                    '<rect x="{:.1f}" y="{}" width="{:.1f}" height="16" '
+                    'style="fill:var({})"><title>{}: {:.3g}{}</title></rect>'
+                ).format(
+                    *(x, y, scale * value, colours[number]),
+                    *(parts[number], value, suffix),
+                )
+            )
+            x += scale * value
+        marks.append(
+            Markup('<text x="{:.1f}" y="{}">{:.3g}{}</text>').format(
+                x + 6, y + 13, total, suffix
+            )
+        )
+    height = top + len(rows) * _BAR
+    if limit is not None:
+        x = _NAMES + scale * limit
+        marks.append(
+            Markup(
+                '<line x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}" '
+                'stroke-dasharray="4 3" style="stroke:var(--text)"/>'
+                '<text x="{0:.1f}" y="{3}" text-anchor="end">limit {4:.3g}{5}</text>'
+            ).format(x, top - 6, height, height + 12, limit, suffix)
+        )
+        height += 16
+    return svg(title, height + 4, marks)
 
 
 def plot(
@@ -154,13 +220,22 @@ def _frame(low: float, high: float, tall: float) -> Markup:
         lines.append(
             Markup(
                 '<line class="rule" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>'
-                '<text class="faint" x="{}" y="{:.1f}" text-anchor="end">{:.3g}</text>'
+                '<text class="faint" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
             ).format(
                 *(_LEFT, WIDTH - _RIGHT, y, y),
-                *(_LEFT - 6, y + 4, low + (high - low) * part / 4),
+                *(_LEFT - 6, y + 4, _number(low + (high - low) * part / 4)),
             )
         )
     return Markup("").join(lines)
+
+
+def _number(value: float) -> str:
+    """As people write it, as far as there is room.
+
+    >>> _number(0.08061), _number(29487.3), _number(3e9)
+    ('0.0806', '29,487', '3e+09')
+    """
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _below(low: float, high: float, across: str, height: int, up: str) -> Markup:
@@ -175,6 +250,15 @@ def _below(low: float, high: float, across: str, height: int, up: str) -> Markup
         *(_LEFT, y, low, WIDTH - _RIGHT, y, high),
         *((WIDTH + _LEFT) / 2, y, across, _TOP - 14, up),
     )
+
+
+def _name_of_part(number: int, name: str, colours: Sequence[str]) -> Markup:
+    row, column = divmod(number, _ACROSS)
+    x, y = column * WIDTH / _ACROSS, 8 + 18 * row
+    return Markup(
+        '<rect x="{:.1f}" y="{}" width="10" height="10" style="fill:var({})"/>'
+        '<text x="{:.1f}" y="{}">{}</text>'
+    ).format(x, y, colours[number], x + 15, y + 9, _short(name, 20))
 
 
 def _legend(number: int, name: str, colour: str) -> Markup:

@@ -11,10 +11,11 @@ from markupsafe import Markup
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1d2329; --faint: #65707a;
-  --rule: #d5dade; --one: #1f6fb4; --two: #c4571b; --best: #1f7a3d; }
+  --rule: #d5dade; --one: #1f6fb4; --two: #c4571b; --best: #1f7a3d;
+  --three: #7a4fb0; --four: #0f8a86; --five: #94801a; }
 @media (prefers-color-scheme: dark) { :root { --back: #15191d; --text: #e4e8eb;
   --faint: #98a3ac; --rule: #3a434b; --one: #6cb4f0; --two: #f0965a;
-  --best: #67c987; } }
+  --best: #67c987; --three: #b294e0; --four: #4cc7c2; --five: #d9c65a; } }
 body { font: 16px/1.5 system-ui, sans-serif; background: var(--back);
   color: var(--text); max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .5rem; }

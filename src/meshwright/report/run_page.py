@@ -25,6 +25,9 @@ from markupsafe import Markup
 
 _WORDS = {
     "devices": "devices at work",
+    "computing": "computing",
+    "communicating": "communicating",
+    "pausing": "devices paused",
     "input": "waiting for data",
     "host": "waiting for Python",
     "compile": "compiling",
@@ -42,7 +45,8 @@ def run_page(run: RunRecord) -> str:
         Section("Loss and metrics", _curves(run)),
         Section("Throughput", _throughput(run)),
         Section("Where the time went", _time(run)),
-        Section("Memory of variables", _memory(run)),
+        Section("What each device did", _occupation(run)),
+        Section("Memory", _memory(run)),
         Section("The devices and what lies where", _placement(run)),
         Section("The pipeline", _pipeline(run)),
         Section("The plan, and why the others lost", _plan(run)),
@@ -64,7 +68,8 @@ def _summary(run: RunRecord) -> tuple[Markup, ...]:
             for name in last
             if name.removeprefix("val_") in run.names and last[name] is not None
         }
-        found["useful share of the time (goodput)"] = format_share(last.get("goodput"))
+        if last.get("goodput") is not None:
+            found["useful share of the time (goodput)"] = format_share(last["goodput"])
     found["strategy"] = run.plan.get("strategy", "unknown")
     found["devices"] = ", ".join(map(_short, run.plan.get("devices", []))) or "unknown"
     if run.wall_seconds:
@@ -133,26 +138,79 @@ def _time(run: RunRecord) -> tuple[Markup, ...]:
         "Measured. Waiting counts only while the devices had nothing to do; validation "
         "and what lies between epochs is left out."
     )
+    if run.occupation is not None:
+        words += (
+            " How the work of devices divides is from a sample of "
+            f"{format_seconds(run.occupation.seconds)}."
+        )
     return figure(chart, table(["part", "share"], rows)), paragraph(words)
 
 
+def _occupation(run: RunRecord) -> tuple[Markup, ...]:
+    sample = run.occupation
+    if sample is None:
+        return ()
+    parts = ("computing", "communicating", "idle")
+    shares = {
+        _short(name): [100 * getattr(each, part) for part in parts]
+        for name, each in sample.devices.items()
+    }
+    title = "What each device did"
+    chart = charts.stacked(title, list(shares.items()), parts, " %", rest="idle")
+    rows = [[name, *(f"{s:.1f} %" for s in each)] for name, each in shares.items()]
+    words = (
+        f"Measured by JAX's profiler for {format_seconds(sample.seconds)}, on the "
+        "devices of the first process. Communicating is what did not happen beside "
+        "computing, with the time in which a device waited for others."
+    )
+    return figure(chart, table(["device", *parts], rows)), paragraph(words)
+
+
 def _memory(run: RunRecord) -> tuple[Markup, ...]:
-    held = run.bytes_by_device
+    """What a step takes, or at least what variables do, on each device."""
+    known = {name: each["kinds"] for name, each in run.memory.items()}
+    held = known or run.bytes_by_device
     if not run.variables:
         return ()
-    bars = [(_short(d), sum(kinds.values()) / 2**20) for d, kinds in held.items()]
-    chart = charts.bars("What variables take on each device", bars, " MiB")
-    kinds = list(dict.fromkeys(kind for found in held.values() for kind in found))
-    rows = [
-        [_short(device), *(format_bytes(found.get(kind, 0)) for kind in kinds)]
+    kinds = list(
+        dict.fromkeys(k for each in held.values() for k, n in each.items() if n)
+    )
+    limits = {name: run.memory.get(name, {}).get("limit") for name in held}
+    peaks = {name: run.memory.get(name, {}).get("peak") for name in held}
+    least = min((limit for limit in limits.values() if limit), default=None)
+    bars = [
+        (_short(device), [found.get(kind, 0) / 2**20 for kind in kinds])
         for device, found in held.items()
     ]
-    parts = [figure(chart, table(["device", *kinds], rows))]
+    title = "What a step takes on each device" if known else "What variables take"
+    limit = None if least is None else least / 2**20
+    chart = charts.stacked(title, bars, kinds, " MiB", limit=limit)
+    rows = [
+        [
+            _short(device),
+            *(format_bytes(found.get(kind, 0)) for kind in kinds),
+            *(_bytes(value) for value in (limits[device], peaks[device])),
+        ]
+        for device, found in held.items()
+    ]
+    head = ["device", *kinds, "limit", "peak, measured"]
+    parts = [figure(chart, table(head, rows))]
+    if known:
+        words = (
+            "By the account of the compiler. Activations and gradients are among the "
+            "temporaries where they share room; data that stays on the devices counts "
+            "as batch."
+        )
+        parts.append(paragraph(words))
     estimate = _of_best(run).get("memory_bytes")
     if estimate is not None:
         words = f"Predicted for a whole step: {format_bytes(estimate)} per device."
         parts.append(paragraph(words))
     return tuple(parts)
+
+
+def _bytes(number: int | None) -> str:
+    return "-" if number is None else format_bytes(number)
 
 
 def _placement(run: RunRecord) -> tuple[Markup, ...]:

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.records import read_lines
+from meshwright.devices.occupation import Sample
 from meshwright.errors import RunError
 
 PARTS = ("devices", "input", "host", "compile")
 """What the time of steps goes into, as `metrics.jsonl` calls it."""
 
+PARTS_OF_WORK = ("computing", "communicating", "pausing")
+"""What the share of devices divides into, where these were looked at."""
+
 _FACTS = {
     *("step", "epoch", "time", "goodput"),
     *("samples_per_second", "step_seconds", "timed_seconds"),
-    *(f"{part}_share" for part in PARTS),
+    *(f"{part}_share" for part in (*PARTS, *PARTS_OF_WORK)),
 }
 """What a line of metrics holds beside loss and metrics."""
 
@@ -30,6 +34,8 @@ class RunRecord:
         config: With what it was begun.
         plan: By what the newest fit was trained.
         variables: Where they lay.
+        memory: What a step took on each device, by kind.
+        occupation: What each device did when it was looked at; None if it was not.
         metrics: What was measured, in order.
         events: What happened.
         launches: When launchers worked on it.
@@ -41,6 +47,8 @@ class RunRecord:
     config: Mapping[str, Any]
     plan: Mapping[str, Any]
     variables: Sequence[Mapping[str, Any]]
+    memory: Mapping[str, Mapping[str, Any]]
+    occupation: Sample | None
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     launches: Sequence[Mapping[str, Any]]
@@ -66,6 +74,8 @@ class RunRecord:
             config=_read(folder / "config.json", {}),
             plan=_read(folder / "plan.json", {}),
             variables=_read(folder / "placement.json", []),
+            memory=_read(folder / "memory.json", {}),
+            occupation=Sample.from_json(_read(folder / "devices.json", {})),
             metrics=list(read_lines(folder / "metrics.jsonl")),
             events=list(read_lines(folder / "events.jsonl")),
             launches=list(read_lines(folder / "launches.jsonl")),
@@ -104,16 +114,22 @@ class RunRecord:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """What the time of all steps that were timed went into."""
+        """What the time of all steps that were timed went into.
+
+        What devices had to do is divided as it was when they were looked at.
+        """
         timed = [line for line in self.metrics if "timed_seconds" in line]
         total = sum(line["timed_seconds"] for line in timed)
         if not total:
             return {}
-        return {
+        found = {
             part: sum(line[f"{part}_share"] * line["timed_seconds"] for line in timed)
             / total
             for part in PARTS
         }
+        if self.occupation is None:
+            return found
+        return {**self.occupation.split(found.pop("devices")), **found}
 
     @property
     def wall_seconds(self) -> float:

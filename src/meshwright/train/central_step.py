@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from meshwright.devices.memory import MemoryInUse
 from meshwright.parallel.central import at_home, bring_home, spread
 from meshwright.parallel.mesh import replicated
 from meshwright.parallel.microbatch import Microbatches
@@ -82,6 +83,10 @@ class CentralTrainingStep(MeshStep):
         copies = iter(spread(values, self._home, self._mesh))
         copied = [[next(copies) for _ in group] for group in groups]
         return super()._lay_out((*copied, metrics))
+
+    def memory_in_use(self) -> MemoryInUse:
+        """Nothing: gradients and updates are two programs, on other devices."""
+        return ()
 
     def _dispatch(self, program: Any, cut: Microbatches, state: Any, *rest: Any) -> Any:
         logs, after = super()._dispatch(program, cut, state, *rest)

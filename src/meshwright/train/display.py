@@ -4,7 +4,7 @@ import html
 import sys
 from typing import Any, Literal, Protocol, TextIO
 
-from meshwright.train.glance import Glance, describe
+from meshwright.train.glance import Glance
 
 How = Literal["auto", "live", "lines", "notebook", "none"]
 HOWS: tuple[How, ...] = ("auto", "live", "lines", "notebook", "none")
@@ -21,6 +21,9 @@ class Display(Protocol):
 
     def show(self, glance: Glance) -> None:
         """Shows what there is to see now."""
+
+    def tell(self, words: str) -> None:
+        """Says once what glances do not repeat."""
 
     def warn(self, words: str) -> None:
         """Says what slows the training down."""
@@ -50,6 +53,10 @@ class Lines:
     def show(self, glance: Glance) -> None:
         """Prints a line."""
         self._print(str(glance))
+
+    def tell(self, words: str) -> None:
+        """Prints it."""
+        self._print(words)
 
     def warn(self, words: str) -> None:
         """Prints what slows the training down."""
@@ -86,6 +93,9 @@ class Live:
             self._live.console.print(line, highlight=False, markup=False)
         self._live.update(_panel(glance), refresh=True)
 
+    def tell(self, words: str) -> None:
+        """Nothing: it is among what is drawn again."""
+
     def warn(self, words: str) -> None:
         """Prints what slows the training down, above what is drawn again."""
         line = f"slow: {words}"
@@ -109,12 +119,15 @@ class Notebook:
         """Shows the newest glance in the place of the last one."""
         from IPython.display import HTML, display
 
-        lines = [*str(glance).split(" | "), *self._warnings]
+        lines = [*glance.lines, *self._warnings]
         text = HTML(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
         if self._handle is None:
             self._handle = display(text, display_id=True)
         else:
             self._handle.update(text)
+
+    def tell(self, words: str) -> None:
+        """Nothing: it is among what is shown."""
 
     def warn(self, words: str) -> None:
         """Keeps it beneath what is shown."""
@@ -144,5 +157,4 @@ def _panel(glance: Glance) -> Any:
     head.add_column(ratio=1)
     head.add_column(no_wrap=True, justify="right")
     head.add_row(glance.place, bar, glance.rest)
-    rows = [glance.results, glance.pace, *map(describe, glance.activities)]
-    return Group(head, *(Text(row, style="dim") for row in rows if row))
+    return Group(head, *(Text(row, style="dim") for row in glance.details))

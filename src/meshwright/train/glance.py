@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.devices.activity import Activity
+from meshwright.devices.occupation import Sample
 from meshwright.devices.sizes import format_bytes
 from meshwright.train.timeline import Spent
 
@@ -38,6 +39,8 @@ class Glance:
     spent: Spent
     """What the time since the last glance went into."""
     activities: Sequence[Activity] = ()
+    sample: Sample | None = None
+    """What each device did, once that was looked at."""
     seconds_left: float | None = None
     is_end: bool = False
     """Whether it is the last one of its epoch."""
@@ -46,6 +49,19 @@ class Glance:
         head = f"{self.place}: {self.results}"
         words = [head, self.pace, *map(describe, self.activities), self.rest]
         return " | ".join(word for word in words if word)
+
+    @property
+    def lines(self) -> list[str]:
+        """All that is known, where there is room for it."""
+        lines = [self.place, *self.details, self.rest]
+        return [line for line in lines if line]
+
+    @property
+    def details(self) -> list[str]:
+        """How well and how fast it does, and what devices do."""
+        sampled = [] if self.sample is None else describe_sample(self.sample)
+        lines = [self.results, self.pace, *map(describe, self.activities), *sampled]
+        return [line for line in lines if line]
 
     @property
     def place(self) -> str:
@@ -69,10 +85,11 @@ class Glance:
     @property
     def shares(self) -> str:
         """Where the time goes."""
-        found = {
-            name: round(100 * self.spent.share(part)) for part, name in _NAMES.items()
-        }
-        return ", ".join(f"{name} {share} %" for name, share in found.items() if share)
+        found = {name: self.spent.share(part) for part, name in _NAMES.items()}
+        if self.sample is not None:
+            found = self.sample.split(found.pop(_NAMES["devices"])) | found
+        shown = {name: round(100 * share) for name, share in found.items()}
+        return ", ".join(f"{name} {share} %" for name, share in shown.items() if share)
 
     @property
     def rest(self) -> str:
@@ -91,6 +108,69 @@ def describe(activity: Activity) -> str:
         return f"{activity.name}{busy}"
     limit = "" if activity.limit is None else f" of {format_bytes(activity.limit)}"
     return f"{activity.name}{busy}, {format_bytes(activity.memory)}{limit}"
+
+
+MOST_DEVICES = 4
+"""More of them are told of together."""
+_IDLE, _MUCH_LESS = 0.5, 0.4
+
+
+def describe_sample(sample: Sample) -> list[str]:
+    """What each device did, or between what and what if there are many.
+
+    >>> from meshwright.devices.occupation import Occupation
+    >>> each = Occupation(0.5, 0.2)
+    >>> describe_sample(Sample(0.2, {"/device:GPU:0": each}))
+    ['GPU:0: computing 50 %, communicating 20 %, idle 30 %']
+    >>> describe_sample(Sample(0.2, {f"GPU:{i}": each for i in range(8)}))
+    ['8 devices: computing 50 %, communicating 20 %, idle 30 %']
+    """
+    parts = ("computing", "communicating", "idle")
+    if len(sample.devices) > MOST_DEVICES:
+        groups = [list(sample.devices.values())]
+        names = [f"{len(groups[0])} devices"]
+    else:
+        groups = [[each] for each in sample.devices.values()]
+        names = [_short(name) for name in sample.devices]
+    found = []
+    for name, group in zip(names, groups, strict=True):
+        shares = {
+            part: _range([getattr(each, part) for each in group]) for part in parts
+        }
+        words = ", ".join(f"{part} {share}" for part, share in shares.items())
+        found.append(f"{name}: {words}")
+    return found
+
+
+def idle_devices(sample: Sample) -> list[str]:
+    """Devices that stand idle much more than others, in words.
+
+    >>> from meshwright.devices.occupation import Occupation
+    >>> idle_devices(Sample(0.2, {"GPU:0": Occupation(0.9, 0), "GPU:1": Occupation(0.1, 0)}))
+    ['GPU:1 stood idle 90 % of the time, GPU:0 10 %']
+    """  # noqa: E501
+    name, busiest = min(sample.devices.items(), key=lambda pair: pair[1].idle)
+    idle = [
+        f"{_short(other)} stood idle {_percent(each.idle)} of the time"
+        for other, each in sample.devices.items()
+        if each.idle > _IDLE and each.idle - busiest.idle > _MUCH_LESS
+    ]
+    return (
+        [f"{', '.join(idle)}, {_short(name)} {_percent(busiest.idle)}"] if idle else []
+    )
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = (round(100 * share) for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low}-{high} %"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share)} %"
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("/device:")
 
 
 def clock(seconds: float) -> str:

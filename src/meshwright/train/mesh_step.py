@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.cluster.channel import telling_of_compiling
 from meshwright.data.resident import ArraysInMemory, Placeable, Shapes, Stretch
 from meshwright.devices.containers import map_leaves
-from meshwright.devices.memory import explaining_exhaustion
+from meshwright.devices.memory import MemoryInUse, explaining_exhaustion
 from meshwright.devices.start import user_line
 from meshwright.devices.step import StepCheck, StepState, batch_size
 from meshwright.errors import BatchWarning, StrategyError
@@ -199,6 +199,11 @@ class MeshStep:
             placed = self._place(cut, parts, 1)
         return PlacedStack(size, len(jax.tree.leaves(placed)[0]), placed)
 
+    def memory_in_use(self) -> MemoryInUse:
+        """What the newest program takes on each device, by kind."""
+        found = self._check.memory()
+        return [] if found is None else [(self._mesh.devices.flat, found.by_kind())]
+
     def lower(self, state: Any, data: Any) -> Any:
         """The program for a batch like `data`, ready to be compiled and looked at."""
         batch = self.put(data)
@@ -252,6 +257,8 @@ class MeshStep:
         self._warn_of_idle_devices(cut)
         is_new = program not in self._dispatched
         self._dispatched.add(program)
+        if is_new:
+            self._check.remember(program, (state, *rest))
         with telling_of_compiling(is_new), self._alone_if_new(program, rest):
             self._check.look(program, (state, *rest), cut.size)
             with explaining_exhaustion(self._what, cut.size, self._plan.accumulate):

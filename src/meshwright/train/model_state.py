@@ -2,11 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 from meshwright.cluster.store import say_to_all
-from meshwright.devices.runtime import name_of
 from meshwright.devices.step import STATE_KINDS, newest_values, variables_of
 
 import jax
@@ -56,22 +54,12 @@ def all_finite(model: Any) -> bool:
     return "False" not in say_to_all("finite weights", str(here))
 
 
-def whereabouts(model: Any) -> list[dict[str, Any]]:
-    """Where each variable lies and what it takes there, as JSON values; no metrics."""
-    return [
-        {
-            "kind": kind,
-            "name": name,
-            "shape": list(value.shape),
-            "dtype": str(value.dtype),
-            "shard": list(value.sharding.shard_shape(value.shape)),
-            "bytes": prod(value.sharding.shard_shape(value.shape))
-            * value.dtype.itemsize,
-            "memory": value.sharding.memory_kind,
-            "devices": sorted(name_of(device) for device in value.sharding.device_set),
-        }
-        for kind, name, value in _placed_values(model)
-    ]
+def placed_values(model: Any) -> Iterator[tuple[str, str, Any]]:
+    """Kind, path and newest value of all variables but metrics."""
+    for name, _, value in _all_of(model):
+        kind, _, path = name.partition("/")
+        if kind != KINDS[-1]:
+            yield kind, path, value
 
 
 def poison(model: Any) -> None:
@@ -107,13 +95,6 @@ def _all_of(model: Any) -> Iterator[tuple[str, Any, Any]]:
             number = seen[variable.path]
             again = f"#{number}" if number > 1 else ""
             yield f"{kind}/{variable.path}{again}", variable, value
-
-
-def _placed_values(model: Any) -> Iterator[tuple[str, str, Any]]:
-    for name, _, value in _all_of(model):
-        kind, _, path = name.partition("/")
-        if kind != KINDS[-1]:
-            yield kind, path, value
 
 
 def _target(value: Any) -> jax.ShapeDtypeStruct:

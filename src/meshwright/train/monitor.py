@@ -13,19 +13,30 @@ from typing import Any
 
 from meshwright.cluster.identity import process_index
 from meshwright.devices.activity import ActivityMeter
+from meshwright.devices.apart import is_apart
+from meshwright.devices.occupation import Sample
 from meshwright.errors import ConfigurationError, MonitorWarning
 from meshwright.train.display import HOWS, Display, How, make_display
-from meshwright.train.glance import Glance
+from meshwright.train.glance import Glance, describe_sample, idle_devices
 from meshwright.train.loggers import Logger, adapt
-from meshwright.train.model_state import KINDS, named_values, whereabouts
+from meshwright.train.model_state import KINDS, named_values
+from meshwright.train.run import current_run
 from meshwright.train.run_files import RunFiles
+from meshwright.train.sampler import Sampler
 from meshwright.train.stopwatch import Lap, Listener, Stopwatch
 from meshwright.train.timeline import Ledger, Spent, complaints
 from meshwright.train.trace import StepTrace
+from meshwright.train.whereabouts import OCCUPATION, files_of
 
 import jax
 import keras
 import numpy as np
+
+FIRST_SECONDS, AGAIN_SECONDS = 5.0, 600.0
+"""After so many seconds of steps it is looked at what devices do, first and again.
+
+Trainings that are over sooner are not looked at; steps are even by then.
+"""
 
 LOG_SECONDS = 1.0
 """Loggers get numbers so often, and at the end of every epoch."""
@@ -36,7 +47,10 @@ class Monitor(keras.callbacks.Callback, Listener):
 
     It is for models that have a strategy, and does not slow them down: steps are
     followed by a thread, and are dispatched together as without it. If the devices have
-    to wait for data or for Python, or steps are compiled anew, it says so. Of several
+    to wait for data or for Python, steps are compiled anew, or a device stands idle
+    beside others, it says so. What devices do is looked at for a moment with JAX's
+    profiler, after five seconds of steps and every ten minutes; not if `profile` is
+    given. Of several
     processes the first one shows it. Use `verbose=0`, or Keras' bar stands beside it.
 
     Arguments:
@@ -55,6 +69,7 @@ class Monitor(keras.callbacks.Callback, Listener):
 
     Attributes:
         spent: What the time of each epoch went into.
+        sample: What the devices of this process did when that was last looked at.
 
     >>> import keras, numpy as np
     >>> import meshwright as mw
@@ -91,6 +106,9 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._histograms = histograms
         self._trace = None if profile is None else StepTrace(profile, folder)
         self.spent: list[Spent] = []
+        self.sample: Sample | None = None
+        self._shown: Sample | None = None
+        self._sampler: Sampler | None = None
         self._stopwatch: Stopwatch | None = None
         self._display: Display | None = None
         self._loggers: list[Logger] = []
@@ -116,6 +134,9 @@ class Monitor(keras.callbacks.Callback, Listener):
         """Called with steps that are done, by a thread."""
         for ledger in (self._of_epoch, self._since_glance, self._since_log):
             ledger.add(lap.dispatch)
+        if self._sampler is not None:
+            self._sampler.see(lap.dispatch)
+            self._take_sample()
         self._step += lap.dispatch.steps
         self._done = lap.step
         now = time.monotonic()
@@ -133,6 +154,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._stopwatch = None
         if self._trace is not None:
             self._trace.stop()
+        self._take_sample(waits=True)
         self._close()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -154,6 +176,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._step = self._epoch = self._done = 0
         self._began = self._next = self._next_log = time.monotonic()
         is_first = process_index() == 0
+        self.sample = self._shown = None
+        self._sampler = self._new_sampler(FIRST_SECONDS) if is_first else None
         self._display = make_display(self._how) if is_first else None
         self._loggers = [*self._given] if is_first else []
         self._has_told_where = False
@@ -201,6 +225,9 @@ class Monitor(keras.callbacks.Callback, Listener):
     def _log(self, numbers: dict[str, float]) -> None:
         spent = self._since_log.take()
         paces = spent.to_json() if spent.steps else {}
+        if self.sample is not None and spent.steps:
+            parts = self.sample.split(spent.share("devices"))
+            paces |= {f"{part}_share": round(s, 4) for part, s in parts.items()}
         known = {name: value for name, value in paces.items() if value is not None}
         told = {**numbers, **known}
         step = self._before + self._done
@@ -213,10 +240,43 @@ class Monitor(keras.callbacks.Callback, Listener):
 
     def _tell_where(self) -> None:
         """Writes where variables lie, when the first epoch has placed them."""
-        if self._files is not None and self._writes and not self._has_told_where:
+        if self._files is not None and not self._has_told_where:
             self._has_told_where = True
-            with contextlib.suppress(OSError):
-                self._files.place(whereabouts(self.model))
+            for name, values in files_of(self.model):
+                self._write(name, values)
+
+    def _write(self, name: str, values: Any) -> None:
+        if self._files is not None and self._writes:
+            self._files.write(name, values)
+
+    def _new_sampler(self, after: float) -> Sampler | None:
+        """What looks at devices, if no trace is wanted, which would see the same."""
+        wanted = self._trace is None
+        return Sampler(self._plan["devices"], after) if wanted else None
+
+    def _take_sample(self, *, waits: bool = False) -> None:
+        """Takes over what devices did, if that has become known."""
+        sampler = self._sampler
+        if sampler is None:
+            return
+        if waits:
+            sampler.close()
+        if sampler.failure:
+            warnings.warn(
+                f"Monitor cannot look at what devices do: {sampler.failure}. The "
+                "training goes on.",
+                MonitorWarning,
+                stacklevel=2,
+            )
+        if sampler.sample is not None:
+            self.sample = sampler.sample
+            self._write(OCCUPATION, self.sample.to_json())
+            run = None if is_apart() else current_run()
+            if run is not None:
+                run.write(OCCUPATION, self.sample.to_json())
+            self._sampler = None if waits else self._new_sampler(AGAIN_SECONDS)
+        if waits or sampler.failure:
+            self._sampler = None
 
     def _tell_loggers(self, tell: Callable[[Logger], None]) -> None:
         for logger in list(self._loggers):
@@ -257,8 +317,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._compiling += spent.compile
         # At the end of an epoch all may have been shown already.
         self._newest = spent if spent.steps else self._newest
-        for words in complaints(spent, self._is_first):
-            display.warn(words)
+        self._say(display, complaints(spent, self._is_first))
         self._is_first = False
         glance = Glance(
             epoch=self._epoch + 1,
@@ -267,12 +326,23 @@ class Monitor(keras.callbacks.Callback, Listener):
             steps=self.params["steps"],
             numbers=numbers,
             spent=self._newest,
+            sample=self.sample,
             activities=self._meter.look(),
             seconds_left=self._seconds_left(),
             is_end=is_end,
         )
         display.show(glance)
         self._next = time.monotonic() + display.every
+
+    def _say(self, display: Display, complaints: list[str]) -> None:
+        """Says what slows the training down, and what a new sample shows."""
+        if self.sample is not None and self.sample is not self._shown:
+            self._shown = self.sample
+            complaints = [*complaints, *idle_devices(self.sample)]
+            for words in describe_sample(self.sample):
+                display.tell(words)
+        for words in complaints:
+            display.warn(words)
 
     def _seconds_left(self) -> float | None:
         """By the pace so far, in which nothing is compiled any more.

@@ -9,6 +9,7 @@ from meshwright.cluster.channel import telling_of_compiling
 from meshwright.cluster.identity import process_count
 from meshwright.data.resident import Shapes
 from meshwright.devices.containers import map_leaves
+from meshwright.devices.memory import MemoryInUse
 from meshwright.devices.placement_log import log_number, log_step
 from meshwright.devices.runtime import usable_memory
 from meshwright.devices.settings import current_settings
@@ -83,6 +84,7 @@ class PipelineStep:
         self._mesh = mesh
         self._state = StepState(model)
         self._newest: Any = None
+        self._newest_pieces: list[Pieces] = []
         self.giving_back = self._state.giving_back
         self._outputs_of = OutputsOf(model)
         self._has_run = False
@@ -140,7 +142,8 @@ class PipelineStep:
             logs = FlowEnds(flow).logs()
             flow.update(self._update())
             FlowEnds(flow).spread_metrics()
-        self._newest = state = flow.state()
+        self._newest, self._newest_pieces = flow.state(), pieces
+        state = self._newest
         return logs, self._state.keep(state)
 
     def memory(self, state: Any, data: Any) -> list[StageMemory]:
@@ -148,6 +151,17 @@ class PipelineStep:
         batch = self.put(data)
         pieces = [self.pieces(Shapes.of(each)) for each in batch.arrays]
         return self._memory(pieces, self._lay_out(state))
+
+    def memory_in_use(self) -> MemoryInUse:
+        """What the newest step takes on the devices of each stage, by kind."""
+        if self._newest is None:
+            return ()
+        found = self._memory(self._newest_pieces, self._newest)
+        meshes = self._variables.meshes
+        return [
+            (mesh.devices.flat, each.by_kind())
+            for mesh, each in zip(meshes, found, strict=True)
+        ]
 
     def memory_of_shapes(self, batch: Any, options: Options) -> list[StageMemory]:
         """Like `memory`, from the shapes of a batch; no value of the model is read.

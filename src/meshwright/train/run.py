@@ -151,11 +151,11 @@ class Run:
         if self.orders.rank == 0:
             write_json(self.orders.folder / "plan.json", report)
 
-    def write_placement(self, variables: list[dict[str, Any]]) -> None:
-        """Writes where the variables of the newest fit lie; never stops a training."""
+    def write(self, name: str, values: Any) -> None:
+        """Writes what is known of the newest fit; never stops a training."""
         if self.orders.rank == 0:
             with contextlib.suppress(OSError):
-                write_json(self.orders.folder / "placement.json", variables)
+                write_json(self.orders.folder / name, values)
 
     def _hear(self, outcome: Outcome) -> None:
         if outcome.what in ("saved", "failed"):

@@ -27,12 +27,12 @@ from meshwright.train.model_state import (
     named_values,
     poison,
     targets_of,
-    whereabouts,
 )
 from meshwright.train.position import Position
 from meshwright.train.run import Run, position_of
 from meshwright.train.stopwatch import Lap, Listener
 from meshwright.train.timeline import Ledger
+from meshwright.train.whereabouts import files_of
 
 import jax
 import numpy as np
@@ -158,7 +158,8 @@ class RunCourse(Course, Listener):
         """Called with the logs of an epoch, those of its validation among them."""
         if not self._has_told_where:
             self._has_told_where = True
-            self._run.write_placement(whereabouts(self._model))
+            for name, values in files_of(self._model):
+                self._run.write(name, values)
         self._log(epoch, _numbers_in(logs))
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """The files of a training that no launcher has started, for its report."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from meshwright.cluster.records import write_json
 from meshwright.cluster.run_config import moment, run_config
 from meshwright.errors import ConfigurationError
 from meshwright.train.metrics_log import MetricsLog
+from meshwright.train.whereabouts import MEMORY, OCCUPATION, PLACEMENT
 
 _OF_A_LAUNCHER = "launches.jsonl"
 
@@ -40,8 +42,8 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._has_begun:
             self._has_begun = True
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
-            (self.folder / "placement.json").unlink(missing_ok=True)
+            for name in ("metrics.jsonl", PLACEMENT, MEMORY, OCCUPATION):
+                (self.folder / name).unlink(missing_ok=True)
             script, *arguments = sys.argv or ["python"]
             config = run_config(script, arguments, time.time())
             write_json(self.folder / "config.json", config)
@@ -57,6 +59,7 @@ class RunFiles:
         ended = {"ended": moment(time.time()), "step": step}
         write_json(self.folder / "finished.json", ended)
 
-    def place(self, variables: list[dict[str, Any]]) -> None:
-        """Writes where variables lie."""
-        write_json(self.folder / "placement.json", variables)
+    def write(self, name: str, values: Any) -> None:
+        """Writes what is known of the newest fit; never stops a training."""
+        with contextlib.suppress(OSError):
+            write_json(self.folder / name, values)

@@ -1,0 +1,198 @@
+"""What devices did for a short while, as JAX's profiler saw it."""
+
+import re
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.devices.runtime import jax_devices, name_of
+
+import jax
+
+_EXCHANGES = re.compile(
+    "all-reduce|all-gather|reduce-scatter|all-to-all|collective|ragged-all|send|recv"
+    "|nccl|MemcpyP2P"
+)
+"""Operations and kernels that move values between devices."""
+
+_WITHIN = re.compile(r"(while|conditional|call)(\.|$)")
+"""Operations that consist of others, which are seen themselves."""
+
+_GPU = re.compile(r"/device:GPU:(\d+)")
+
+Span = tuple[float, float]
+"""When something began and ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """What one device did, as shares of a while.
+
+    >>> round(Occupation(computing=0.5, communicating=0.2).idle, 3)
+    0.3
+    """
+
+    computing: float
+    """It computed; what it exchanged at the same time cost nothing."""
+    communicating: float
+    """It exchanged values with others, or waited for them, and did nothing else."""
+
+    @property
+    def idle(self) -> float:
+        """It did nothing."""
+        return max(1.0 - self.computing - self.communicating, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What devices did for a short while.
+
+    >>> sample = Sample(0.25, {"GPU:0": Occupation(0.5, 0.25), "GPU:1": Occupation(0.5, 0.5)})
+    >>> sample.split(at_work=0.5)
+    {'computing': 0.2857142857142857, 'communicating': 0.21428571428571427, 'pausing': 0.0}
+    """  # noqa: E501
+
+    seconds: float
+    """How long the while was."""
+    devices: Mapping[str, Occupation]
+
+    def split(self, at_work: float) -> dict[str, float]:
+        """Divides the share of a time in which devices had work.
+
+        What they paused is what the sample has more of than was waited for.
+
+        Arguments:
+            at_work: The share, as steps were timed.
+        """
+        each = self.devices.values()
+        computing = sum(d.computing for d in each) / len(each)
+        communicating = sum(d.communicating for d in each) / len(each)
+        busy = computing + communicating
+        scale = at_work / busy if busy > at_work else 1.0
+        return {
+            "computing": computing * scale,
+            "communicating": communicating * scale,
+            "pausing": max(at_work - busy, 0.0),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self | None:
+        """What `to_json` wrote; None if there is nothing."""
+        if not values.get("devices"):
+            return None
+        devices = {
+            name: Occupation(each["computing"], each["communicating"])
+            for name, each in values["devices"].items()
+        }
+        return cls(values["seconds"], devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its figures."""
+        return {
+            "seconds": round(self.seconds, 6),
+            "devices": {
+                name: {
+                    "computing": round(each.computing, 4),
+                    "communicating": round(each.communicating, 4),
+                    "idle": round(each.idle, 4),
+                }
+                for name, each in self.devices.items()
+            },
+        }
+
+
+def take_sample(
+    seconds: float, end: threading.Event, names: Sequence[str]
+) -> Sample | None:
+    """Looks at the devices of this process while they work.
+
+    Arguments:
+        seconds: For how long.
+        end: Ends it earlier.
+        names: The devices that are expected to work.
+
+    Returns:
+        None if the profiler saw no operation on any device.
+
+    Raises:
+        RuntimeError: A profile is being taken already.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            end.wait(seconds)
+        finally:
+            jax.profiler.stop_trace()
+        (file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+        return sample_of(jax.profiler.ProfileData.from_file(str(file)).planes, names)
+
+
+def sample_of(planes: Iterable[Any], names: Sequence[str]) -> Sample | None:
+    """Reads what devices did from the planes of a profile.
+
+    Arguments:
+        planes: Those of `jax.profiler.ProfileData`.
+        names: The devices that are expected to have worked.
+    """
+    computing: dict[str, list[Span]] = defaultdict(list)
+    exchanging: dict[str, list[Span]] = defaultdict(list)
+    for name, operation, span in _operations(planes):
+        exchanges = _EXCHANGES.match(operation)
+        (exchanging if exchanges else computing)[name].append(span)
+    spans = [s for group in (computing, exchanging) for e in group.values() for s in e]
+    if not spans:
+        return None
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    found = {}
+    for name in dict.fromkeys([*names, *sorted({*computing, *exchanging})]):
+        computed = _length(computing[name])
+        busy = _length([*computing[name], *exchanging[name]])
+        found[name] = Occupation(computed / whole, (busy - computed) / whole)
+    return Sample(whole / 1e9, found)
+
+
+def _operations(planes: Iterable[Any]) -> Iterator[tuple[str, str, Span]]:
+    """Device, operation, and when it ran, for all of a profile."""
+    names = {_place(device): name_of(device) for device in jax_devices().values()}
+    for plane in planes:
+        gpu = _GPU.match(plane.name)
+        for line in plane.lines:
+            if gpu and not line.name.startswith("Stream"):
+                continue  # the same again, put together in other ways
+            for event in line.events:
+                facts = dict(event.stats)
+                place = ("gpu", int(gpu[1])) if gpu else ("cpu", _ordinal(facts))
+                operation = str(facts.get("hlo_op") or (event.name if gpu else ""))
+                if "nccl" in event.name.lower():
+                    operation = event.name
+                if place in names and operation and not _WITHIN.match(operation):
+                    yield names[place], operation, (event.start_ns, event.end_ns)
+
+
+def _place(device: jax.Device) -> tuple[str, int]:
+    kind = "cpu" if device.platform == "cpu" else "gpu"
+    return kind, device.local_hardware_id
+
+
+def _ordinal(facts: Mapping[str, Any]) -> int:
+    return int(facts.get("device_ordinal", -1))
+
+
+def _length(spans: Sequence[Span]) -> float:
+    """How long at least one of them lasted.
+
+    >>> _length([(4.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+    5.0
+    """
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
