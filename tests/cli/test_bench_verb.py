@@ -1,6 +1,8 @@
 """`meshwright bench`: its tables as text, Markdown and JSON, and what it refuses."""
 
+import html
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,50 @@ def test_input_reads_what_a_function_makes(call: Call) -> None:
     found = json.loads(out)
     assert found["kind"] == "generator"
     assert found["measured_reading"] > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "chart"),
+    [
+        (("scaling", "--machine", "4xH200"), "Speed-up by devices"),
+        (("cost", "--machine", "2xH100"), "Dollars for the whole training"),
+        (("cost", "--devices", "1", "--batch", "8"), "Speed-up by devices"),
+        (("strategies", "--devices", "1", "--batch", "8"), "A step of each strategy"),
+        (("input", "--batch", "16"), "Samples a second"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+def test_every_bench_writes_a_page_with_a_chart(
+    call: Call, tmp_path: Path, asked: tuple[str, ...], chart: str
+) -> None:
+    verb, *options = asked
+    data = ("--data", f"{TOYS}:make_data") if verb == "input" else ()
+    page = tmp_path / "page.html"
+    status, out, _ = call(verb, MODEL, *options, *data, "--html", str(page))
+    assert status == 0
+    text = page.read_text()
+    assert chart in text
+    title = out.splitlines()[0]
+    assert html.escape(title, quote=False) in text or verb == "input"
+    assert "default-src 'none'" in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=", text)
+
+
+def test_a_page_that_cannot_be_written_is_an_error_with_the_way_out(
+    call: Call, tmp_path: Path
+) -> None:
+    target = tmp_path / "nowhere" / "page.html"
+    asked = ("scaling", MODEL, "--machine", "2xH200", "--html", str(target))
+    status, out, err = call(*asked)
+    assert status == 2
+    assert "strong scaling" in out, "what was found is not lost"
+    assert err == (
+        f"error: The benchmark was to be written to {str(target)!r}: No such file or "
+        "directory.\n"
+        "rule: It is one file in a folder that exists and can be written to.\n"
+        "fix: Choose another place with --html FILE.html.\n"
+    )
 
 
 def test_lists_that_are_none_and_devices_that_are_missing_are_usage_errors(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from meshwright.bench.table import Column, Table
 from meshwright.data.loader import Batches
 from meshwright.data.sources import are_arrays, refuse_empty
 from meshwright.devices.containers import map_leaves
@@ -28,6 +29,12 @@ ARRAYS = "arrays"
 
 ENOUGH = 0.9
 """Data that comes this much as fast as it is used is called fast enough."""
+
+
+_COLUMNS = (
+    Column("part", "part"),
+    Column("samples_per_second", "samples/s", "{:,.0f}".format),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +99,20 @@ class Feeding:
             f"  training  {self.training:>12,.0f} samples/s, {step} a step",
         ]
         return "\n".join([*lines, *indent(self.advice())])
+
+    def tables(self) -> tuple[Table, ...]:
+        """The same as a table."""
+        parts = {
+            "reading": self.reading,
+            "moving, reading included": self.moving,
+            "training": self.training,
+        }
+        title = (
+            f"{self.model}, {self.strategy}: {self.kind}, batches of "
+            f"{self.batch_size:,}; measured here"
+        )
+        rows = tuple({"part": p, "samples_per_second": r} for p, r in parts.items())
+        return (Table(title, _COLUMNS, rows, (self.advice(),)),)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, unrounded."""

@@ -49,21 +49,26 @@ class Table:
     """The key of the column whose texts may be long; the first one if left out."""
 
     def __str__(self) -> str:
-        shown = self._shown()
-        keys = [column.key for column in shown]
+        keys = [column.key for column in self._shown()]
         wide = keys.index(self.wide) if self.wide in keys else 0
-        cells = [[column.text(row) for column in shown] for row in self.rows]
-        lines = [self.title, *draw_table([c.title for c in shown], cells, wide)]
+        lines = [self.title, *draw_table(self.head(), self.cells(), wide)]
         for note in self.notes:
             lines += indent(note)
         return "\n".join(lines)
 
+    def head(self) -> list[str]:
+        """The headings of columns of which something is known."""
+        return [column.title for column in self._shown()]
+
+    def cells(self) -> list[list[str]]:
+        """What stands beneath them, as people read it."""
+        shown = self._shown()
+        return [[column.text(row) for column in shown] for row in self.rows]
+
     def to_markdown(self) -> str:
         """The table for a page of text."""
-        shown = self._shown()
-        head = [column.title for column in shown]
-        cells = [[column.text(row) for column in shown] for row in self.rows]
-        lines = [_row(head), _row(["---"] * len(head)), *map(_row, cells)]
+        head = self.head()
+        lines = [_row(head), _row(["---"] * len(head)), *map(_row, self.cells())]
         notes = [line for note in self.notes for line in ("", note)]
         return "\n".join([f"### {self.title}", "", *lines, *notes])
 

@@ -1,6 +1,8 @@
 """`meshwright bench`."""
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import meshwright as mw
@@ -10,7 +12,8 @@ from meshwright.bench.fleet import Fleet, fleet_of
 from meshwright.bench.scaling import Scaling, measure_scaling
 from meshwright.bench.table import Table
 from meshwright.cli.model_file import load_function, load_model
-from meshwright.cli.output import json_option, print_json
+from meshwright.cli.output import json_option, print_json, write_page
+from meshwright.report.bench_page import bench_page
 
 import click
 
@@ -67,6 +70,12 @@ def _options(*names: str) -> Callable[[Any], Any]:
         "markdown": click.option(
             "--markdown", is_flag=True, help="Print tables for a page of text."
         ),
+        "html": click.option(
+            "--html",
+            metavar="FILE.html",
+            type=click.Path(path_type=Path),
+            help="Write a page with charts besides, which needs nothing else.",
+        ),
     }
 
     def add(function: Any) -> Any:
@@ -90,7 +99,7 @@ def bench() -> None:
 
 @bench.command()
 @_MODEL
-@_options("devices", "machine", "batch", "samples", "markdown")
+@_options("devices", "machine", "batch", "samples", "markdown", "html")
 def scaling(
     model: str,
     devices: Sequence[int] | None,
@@ -98,17 +107,21 @@ def scaling(
     batch: int,
     samples: int | None,
     markdown: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Strong and weak scaling: time of an epoch, speed-up, efficiency, bottleneck."""
     fleet = fleet_of(devices, machine)
     found = measure_scaling(_load(model, fleet), batch, fleet, samples=samples)
     _print(found.tables(), markdown, as_json)
+    _write(html, f"{model}: scaling", found.tables())
 
 
 @bench.command()
 @_MODEL
-@_options("devices", "machine", "batch", "samples", "epochs", "price", "markdown")
+@_options(
+    "devices", "machine", "batch", "samples", "epochs", "price", "markdown", "html"
+)
 def cost(
     model: str,
     devices: Sequence[int] | None,
@@ -118,6 +131,7 @@ def cost(
     epochs: int,
     price: float | None,
     markdown: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """What the whole training costs on 1, 2, 4, ... devices, and the best return."""
@@ -126,28 +140,33 @@ def cost(
         _load(model, fleet), batch, fleet, samples=samples, epochs=epochs, weak=False
     )
     _print(found.costs(), markdown, as_json)
+    _write(html, f"{model}: what it costs", found.costs())
 
 
 @bench.command()
 @_MODEL
-@_options("devices", "batch", "markdown")
+@_options("devices", "batch", "markdown", "html")
 def strategies(
     model: str,
     devices: Sequence[int] | None,
     batch: int,
     markdown: bool,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """All strategies side by side on the devices here: time and memory of each."""
     fleet = fleet_of(devices)
     table = compare_strategies(load_model(model, with_values=True), batch, fleet)
     _print([table], markdown, as_json)
+    _write(html, f"{model}: strategies", [table])
 
 
 @bench.command("input")
 @_MODEL
-@_options("batch", "data")
-def input_(model: str, batch: int, data: str | None, as_json: bool) -> None:
+@_options("batch", "data", "html")
+def input_(
+    model: str, batch: int, data: str | None, html: Path | None, as_json: bool
+) -> None:
     """Whether data comes as fast as the devices train on it."""
     make_data = None if data is None else load_function(data)
     built = load_model(model, with_values=True)
@@ -156,6 +175,7 @@ def input_(model: str, batch: int, data: str | None, as_json: bool) -> None:
         print_json(found.to_json())
     else:
         click.echo(str(found))
+    _write(html, f"{model}: input", found.tables())
 
 
 def _load(model: str, fleet: Fleet) -> Any:
@@ -169,3 +189,10 @@ def _print(tables: Sequence[Table], markdown: bool, as_json: bool) -> None:
         return
     texts = [table.to_markdown() if markdown else str(table) for table in tables]
     click.echo("\n\n".join(texts))
+
+
+def _write(html: Path | None, title: str, tables: Sequence[Table]) -> None:
+    """Writes the page, if one is wanted."""
+    if html is not None:
+        words = ["meshwright", *sys.argv[1:]]
+        write_page(html, bench_page(title, tables, words), "The benchmark", "--html")

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.cli.output import json_option, print_json
-from meshwright.cluster.records import write_text
-from meshwright.errors import RunError
+from meshwright.cli.output import json_option, print_json, write_page
 from meshwright.report.run_page import run_page
 from meshwright.report.run_record import RunRecord
 
@@ -28,15 +26,7 @@ def report(run: Path, out: Path | None, as_json: bool) -> None:
     """
     record = RunRecord.read(run)
     target = out or run / "report.html"
-    try:
-        write_text(target, run_page(record))
-    except OSError as error:
-        raise RunError(
-            f"The report of {str(run)!r} was to be written to {str(target)!r}: "
-            f"{error.strerror}.",
-            "It is one file in a folder that exists and can be written to.",
-            "Choose another place with --out FILE.html.",
-        ) from error
+    write_page(target, run_page(record), f"The report of {str(run)!r}", "--out")
     if as_json:
         print_json({"run": str(run), "state": record.state, "report": str(target)})
         return

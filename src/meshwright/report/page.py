@@ -28,7 +28,7 @@ svg .rule { stroke: var(--rule); fill: none; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; } th, td { padding: .2rem .8rem .2rem 0; text-align: left;
   border-bottom: 1px solid var(--rule); vertical-align: top; }
-td { overflow-wrap: anywhere; }
+td { max-width: 24rem; overflow-wrap: break-word; }
 pre { overflow-x: auto; border: 1px solid var(--rule); padding: .6rem; }
 @media print { body { max-width: none; } details > * { display: block; } }
 """
@@ -121,8 +121,9 @@ def table(
     ).format(caption, heads, body)
 
 
-def figure(chart: Markup, beneath: Markup) -> Markup:
+def figure(chart: Markup, beneath: Markup, *, is_open: bool = False) -> Markup:
     """A chart, and its figures for who cannot see it, or wants to know exactly."""
+    opened = Markup(" open") if is_open else Markup("")
     return Markup(
-        "<figure>{}<details><summary>The figures</summary>{}</details></figure>"
-    ).format(chart, beneath)
+        "<figure>{}<details{}><summary>The figures</summary>{}</details></figure>"
+    ).format(chart, opened, beneath)
