@@ -215,9 +215,12 @@ def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
     assert facts["mesh"]["accuracy"] == facts["training"]["accuracy"]
     assert facts["memory_limit"].startswith("train_step of ")
     assert facts["plan"]
-    (scaling,) = facts["scaling"]
+    scaling, cost = facts["scaling"]
     assert [row["devices"] for row in scaling["rows"]] == [1, 2, 4]
+    assert all(row["job_dollars"] > 0 for row in cost["rows"])
     report = (tmp_path / facts["report"]).read_text()
-    assert "finished after step 100" in report
+    assert "finished after step 500" in report
     assert "were considered" in report, "the plan was chosen, and is argued for"
+    assert "KiB per device &gt; 400.0 KiB" in report
+    assert "What each device did" in report
     assert facts["seconds"] < 120

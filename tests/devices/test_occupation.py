@@ -1,13 +1,12 @@
 """What devices did, from profiles: made up ones, and one of a real training."""
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import meshwright as mw
 from meshwright.devices import occupation
-from meshwright.devices.occupation import Occupation, Sample, sample_of, take_sample
+from meshwright.devices.occupation import Look, Occupation, Sample, sample_of
 
 import jax
 import keras
@@ -118,16 +117,10 @@ def test_a_training_is_seen_to_compute_and_to_exchange(number: int) -> None:
     mw.distribute(model, mw.Mirrored(CPUS[:number]))
     x, y = np.zeros((256, 64), "float32"), np.zeros((256, 512), "float32")
     model.fit(x, y, batch_size=64, verbose=0)
-    over = threading.Event()
-    found: list[Sample | None] = []
-    look = threading.Thread(
-        target=lambda: found.append(take_sample(30, over, CPUS[:number]))
-    )
-    look.start()
+    look = Look()
     model.fit(x, y, batch_size=64, epochs=3, verbose=0)
-    over.set()
-    look.join()
-    (sample,) = found
+    look.end()
+    sample = look.sample(CPUS[:number])
     assert sample is not None
     assert list(sample.devices) == CPUS[:number]
     for each in sample.devices.values():
@@ -146,7 +139,7 @@ def test_a_profile_of_the_user_s_own_is_left_alone(tmp_path: Path) -> None:
     jax.profiler.start_trace(str(tmp_path))
     try:
         with pytest.raises(RuntimeError, match=r"[Pp]rofile"):
-            take_sample(1, threading.Event(), CPUS)
+            Look()
     finally:
         jax.profiler.stop_trace()
     assert [*tmp_path.rglob("*.xplane.pb")]

@@ -1,6 +1,7 @@
 """`mw.Monitor` beside real trainings."""
 
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -232,12 +233,6 @@ def test_the_folder_of_a_launcher_is_left_alone(tmp_path: Path) -> None:
     ]
 
 
-@pytest.fixture
-def looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitoring, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("meshwright.train.sampler._SHORTEST", 0.05)
-
-
 def fit_until_seen(watching: Monitor, **options: Any) -> Any:
     """Trains until somebody has looked at the devices, or gave it up."""
 
@@ -251,11 +246,10 @@ def fit_until_seen(watching: Monitor, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.usefixtures("looking_at_once")
 def test_what_devices_did_is_shown_kept_and_reported(
     shown: Shown, tmp_path: Path
 ) -> None:
-    watching = Monitor(run=tmp_path)
+    watching = Monitor(run=tmp_path, look_after=0)
     fit_until_seen(watching)
     sample = watching.sample
     assert sample is not None
@@ -277,7 +271,6 @@ def test_what_devices_did_is_shown_kept_and_reported(
     assert "computing_share" not in page, "it is no metric of the model"
 
 
-@pytest.mark.usefixtures("looking_at_once")
 def test_a_profile_of_the_user_s_own_goes_on_and_is_told_of(
     shown: Shown, tmp_path: Path
 ) -> None:
@@ -286,7 +279,7 @@ def test_a_profile_of_the_user_s_own_goes_on_and_is_told_of(
     jax.profiler.start_trace(str(tmp_path), profiler_options=options)
     try:
         with pytest.warns(MonitorWarning) as caught:
-            fit_until_seen(watching := Monitor())
+            fit_until_seen(watching := Monitor(look_after=0))
     finally:
         jax.profiler.stop_trace()
     (warning,) = caught
@@ -298,8 +291,50 @@ def test_a_profile_of_the_user_s_own_goes_on_and_is_told_of(
     assert watching.sample is None
 
 
-def test_short_trainings_are_not_looked_at(shown: Shown) -> None:
-    watching = Monitor()
+def test_what_devices_do_between_epochs_is_not_looked_at(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.train.sampler._SHORTEST", 60.0)
+    on: list[bool] = []
+
+    class Between(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            on.append(is_profiled())
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            on.append(is_profiled())
+
+    watching = Monitor(look_after=0)
+    for checks in ((X, Y), None):
+        make_model().fit(
+            *(X, Y, 10),
+            epochs=3,
+            verbose=0,
+            validation_data=checks,
+            callbacks=[watching, Between()],
+        )
+        assert watching.sample is not None, "the look was on, and was ended"
+    assert not any(on)
+
+
+def is_profiled() -> bool:
+    try:
+        jax.profiler.start_trace(tempfile.mkdtemp())
+    except RuntimeError:
+        return True
+    jax.profiler.stop_trace()
+    return False
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"look_after": None}, {"look_after": 0, "profile": (1, 2)}],
+    ids=["short", "unwanted", "traced"],
+)
+def test_not_every_training_is_looked_at(
+    shown: Shown, tmp_path: Path, options: Any
+) -> None:
+    watching = Monitor(folder=tmp_path, **options)
     make_model().fit(X, Y, batch_size=10, epochs=3, verbose=0, callbacks=[watching])
     assert watching.sample is None
     assert len(watching.spent) == 3

@@ -37,13 +37,15 @@ layers = [
 model = keras.Sequential(layers, name="digits")
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
-mw.distribute(model, "auto").fit(
+strategy = mw.Auto(memory="400KiB")  # as if devices were too small for the model
+mw.distribute(model, strategy).fit(
     digits.x_train,
     digits.y_train,
-    batch_size=100,
-    epochs=5,
+    batch_size=40,
+    epochs=10,
     validation_data=(digits.x_test, digits.y_test),
     verbose=0,
+    callbacks=[mw.Monitor(look_after=0.1)],  # what does every device do?
 )
 """
 
@@ -158,10 +160,12 @@ def _show_mesh(
 def _show_scaling(say: Callable[[str], None]) -> list[Any]:
     say("\n6. What would more devices bring? Steps of the same model, timed here.")
     found = measure_scaling(_make_model(), 1024, fleet_of([1, 2, 4]), weak=False)
-    tables = found.tables()
-    for table in tables:
-        say(_indented(str(table)))
-    return [table.to_json() for table in tables]
+    say(_indented("\n".join(map(str, found.tables()))))
+    say("\n   Would it be worth the money? On GPUs that can be rented, by prediction:")
+    rented = fleet_of(machine="8xH200")
+    priced = measure_scaling(_make_model(), 8192, rented, epochs=100, weak=False)
+    say(_indented("\n".join(map(str, priced.costs()))))
+    return [table.to_json() for table in (*found.tables(), *priced.costs())]
 
 
 def _train(digits: Digits, name: str) -> tuple[Any, float]:

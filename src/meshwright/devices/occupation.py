@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,33 +104,38 @@ class Sample:
         }
 
 
-def take_sample(
-    seconds: float, end: threading.Event, names: Sequence[str]
-) -> Sample | None:
-    """Looks at the devices of this process while they work.
-
-    Arguments:
-        seconds: For how long.
-        end: Ends it earlier.
-        names: The devices that are expected to work.
-
-    Returns:
-        None if the profiler saw no operation on any device.
+class Look:
+    """A look at the devices of this process, which begins when it is made.
 
     Raises:
         RuntimeError: A profile is being taken already.
     """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 1
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        jax.profiler.start_trace(folder, profiler_options=options)
+
+    def __init__(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = 1
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
         try:
-            end.wait(seconds)
-        finally:
-            jax.profiler.stop_trace()
-        (file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-        return sample_of(jax.profiler.ProfileData.from_file(str(file)).planes, names)
+            jax.profiler.start_trace(self._folder.name, profiler_options=options)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def end(self) -> None:
+        """Looks no longer."""
+        jax.profiler.stop_trace()
+
+    def sample(self, names: Sequence[str]) -> Sample | None:
+        """What was seen until the end; None if that was no operation on any device.
+
+        Arguments:
+            names: The devices that were expected to work.
+        """
+        with self._folder as folder:
+            (file,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+            profile = jax.profiler.ProfileData.from_file(str(file))
+            return sample_of(profile.planes, names)
 
 
 def sample_of(planes: Iterable[Any], names: Sequence[str]) -> Sample | None:

@@ -32,11 +32,8 @@ import jax
 import keras
 import numpy as np
 
-FIRST_SECONDS, AGAIN_SECONDS = 5.0, 600.0
-"""After so many seconds of steps it is looked at what devices do, first and again.
-
-Trainings that are over sooner are not looked at; steps are even by then.
-"""
+AGAIN_SECONDS = 600.0
+"""After so many seconds of steps it is looked again at what devices do."""
 
 LOG_SECONDS = 1.0
 """Loggers get numbers so often, and at the end of every epoch."""
@@ -48,9 +45,7 @@ class Monitor(keras.callbacks.Callback, Listener):
     It is for models that have a strategy, and does not slow them down: steps are
     followed by a thread, and are dispatched together as without it. If the devices have
     to wait for data or for Python, steps are compiled anew, or a device stands idle
-    beside others, it says so. What devices do is looked at for a moment with JAX's
-    profiler, after five seconds of steps and every ten minutes; not if `profile` is
-    given. Of several
+    beside others, it says so. Of several
     processes the first one shows it. Use `verbose=0`, or Keras' bar stands beside it.
 
     Arguments:
@@ -66,6 +61,9 @@ class Monitor(keras.callbacks.Callback, Listener):
             processes, those that the first one has.
         profile: The first and the last of some steps to trace with JAX's profiler.
         folder: Where the trace is written, for TensorBoard, XProf and Perfetto.
+        look_after: After so many seconds of steps, and every ten minutes from then on,
+            JAX's profiler looks for a moment at what devices do; never if it is None,
+            or if `profile` is given.
 
     Attributes:
         spent: What the time of each epoch went into.
@@ -92,6 +90,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         histograms: bool = False,
         profile: tuple[int, int] | None = None,
         folder: str | Path = "profile",
+        look_after: float | None = 5.0,
     ) -> None:
         super().__init__()
         if display not in HOWS:
@@ -101,6 +100,7 @@ class Monitor(keras.callbacks.Callback, Listener):
                 "Use display='auto' to let it look at where the output goes.",
             )
         self._how = display
+        self._look_after = look_after if profile is None else None
         self._given = [adapt(each) for each in loggers]
         self._files = None if run is None else RunFiles(run)
         self._histograms = histograms
@@ -121,9 +121,11 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._plan = plan
 
     def dispatching(self, step: int, num_steps: int) -> None:
-        """Begins or ends the trace, if it is time to."""
+        """Begins or ends the trace or a look, if it is time to."""
         if self._trace is not None:
             self._trace.before(step, num_steps)
+        if self._sampler is not None:
+            self._sampler.before_steps()
 
     def dispatched(self, logs: Any) -> None:
         """Keeps what the trace has to wait for."""
@@ -177,7 +179,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._began = self._next = self._next_log = time.monotonic()
         is_first = process_index() == 0
         self.sample = self._shown = None
-        self._sampler = self._new_sampler(FIRST_SECONDS) if is_first else None
+        self._sampler = self._new_sampler(self._look_after) if is_first else None
         self._display = make_display(self._how) if is_first else None
         self._loggers = [*self._given] if is_first else []
         self._has_told_where = False
@@ -194,10 +196,20 @@ class Monitor(keras.callbacks.Callback, Listener):
         """Counts the steps of the epoch."""
         self._epoch, self._step = epoch, 0
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Looks at no device while the model is validated."""
+        self._end_steps()
+
+    def _end_steps(self) -> None:
+        """Waits for the devices; what they do next is no step of the training."""
+        if self._stopwatch is not None:
+            self._stopwatch.wait()
+        if self._sampler is not None:
+            self._sampler.after_steps()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows what the epoch came to."""
-        assert self._stopwatch is not None
-        self._stopwatch.wait()
+        self._end_steps()
         self.spent.append(self._of_epoch.take())
         numbers = _numbers_in(logs or {})
         self._show(numbers, is_end=True)
@@ -249,10 +261,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         if self._files is not None and self._writes:
             self._files.write(name, values)
 
-    def _new_sampler(self, after: float) -> Sampler | None:
-        """What looks at devices, if no trace is wanted, which would see the same."""
-        wanted = self._trace is None
-        return Sampler(self._plan["devices"], after) if wanted else None
+    def _new_sampler(self, after: float | None) -> Sampler | None:
+        return None if after is None else Sampler(self._plan["devices"], after)
 
     def _take_sample(self, *, waits: bool = False) -> None:
         """Takes over what devices did, if that has become known."""
@@ -274,7 +284,7 @@ class Monitor(keras.callbacks.Callback, Listener):
             run = None if is_apart() else current_run()
             if run is not None:
                 run.write(OCCUPATION, self.sample.to_json())
-            self._sampler = None if waits else self._new_sampler(AGAIN_SECONDS)
+            self._sampler = self._new_sampler(None if waits else AGAIN_SECONDS)
         if waits or sampler.failure:
             self._sampler = None
 
