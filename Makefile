@@ -42,10 +42,11 @@ check: $(STAMP) ## lint, format, types and the pages
 	@$(BIN)/mypy
 	@$(MAKE) --no-print-directory docs
 
-# Every page and docstring, every link and name between them; a warning is an error.
+# Every page and docstring, every link and name between them; a warning is an error. All
+# pages are read anew, for those that are not would hide their warnings.
 docs: $(STAMP)  ## the pages as HTML, in build/html
 	@$(BIN)/python -m sphinx -c docs -b html --nitpicky --fail-on-warning --keep-going \
-	  --quiet . build/html
+	  --fresh-env --quiet . build/html
 	@echo "the pages: build/html/docs/index.html"
 
 format: $(STAMP) ## rewrite the sources as the formatter wants them

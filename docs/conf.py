@@ -5,6 +5,7 @@ The source folder is the repository itself, so a link from a page to a result in
 """
 
 import re
+from dataclasses import is_dataclass
 from typing import Any
 
 from sphinx.ext.napoleon import Config, GoogleDocstring
@@ -48,16 +49,31 @@ nitpick_ignore_regex = [
 def read_sections(
     app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Reads the sections of docstrings; in the line of an attribute a colon is one."""
-    if what not in ("attribute", "property"):
-        text = "\n".join(lines)
-        if what == "module":  # what it draws is shown as it is
-            text = re.sub(r"\n\n(?=    )", "\n\n::\n\n", text)
-        config = Config(napoleon_use_rtype=False)
-        read = GoogleDocstring(text, config, app, what, name, obj, options)
-        lines[:] = read.lines()
+    """Reads the sections of a docstring, as `sphinx.ext.napoleon` does."""
+    text = "\n".join(lines)
+    if what == "module":  # what it draws is shown as it is
+        text = re.sub(r"\n\n(?=    )", "\n\n::\n\n", text)
+    if what in ("attribute", "property"):  # no type stands in front of a colon
+        what = "method"
+    config = Config(napoleon_use_rtype=False)
+    lines[:] = GoogleDocstring(text, config, app, what, name, obj, options).lines()
+
+
+def leave_out_fields(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returned: str | None,
+) -> tuple[str | None, str | None]:
+    """Leaves out the arguments of answers, whose fields are explained below them."""
+    is_answer = is_dataclass(obj) and name.count(".") > 1
+    return ("", None) if is_answer else (signature, returned)
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", read_sections)
+    app.connect("autodoc-process-signature", leave_out_fields)
