@@ -66,6 +66,33 @@ def test_every_strategy_has_a_page_with_a_picture_and_what_was_measured() -> Non
         assert "benchmarks/results/" in text, page
 
 
+def test_messages_that_are_explained_are_those_that_are_shown() -> None:
+    """Of each, a third at least stands in the source; the rest is names and values."""
+    shown = {
+        node.value.rstrip(".")
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (.*?) \|", page, re.M)
+    messages = [m for cell in cells for m in re.findall(r"`([^`]+ [^`]+)`", cell)]
+    ours = [m for m in messages if not m.startswith(("ModuleNotFound", "exit code"))]
+    assert len(ours) >= 15
+    for message in ours:
+        *_, end = message.split(": ")  # what stands in front says where
+        if any(end in text for text in shown):
+            continue
+        words = [text for text in shown if len(text) > 5 and text in message]
+        found = {
+            place
+            for text in words
+            for match in re.finditer(re.escape(text), message)
+            for place in range(*match.span())
+        }
+        assert len(found) >= len(message) / 3, message
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
 def test_examples_run_without_a_gpu(example: Path, run_script: Run) -> None:
     run_script(example.read_text())
