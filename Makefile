@@ -62,5 +62,5 @@ bench-peers: $(STAMP) ## the same job on TensorFlow and PyTorch, side by side
 soak: $(STAMP)  ## the long tests
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-clean:          ## remove environments and caches
-	rm -rf .venv .venv-py312 .venv-tf .venv-torch .cache .mypy_cache .ruff_cache .pytest_cache
+clean:          ## remove environments, caches and the built pages
+	rm -rf build .venv .venv-py312 .venv-tf .venv-torch .cache .mypy_cache .ruff_cache .pytest_cache

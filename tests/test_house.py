@@ -122,6 +122,21 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         assert inspect.isfunction(public[name]) == is_function, name
 
 
+def test_every_verb_and_variable_is_documented() -> None:
+    from meshwright.cli.main import cli
+
+    page = (ROOT / "docs/api.md").read_text()
+    assert not [verb for verb in cli.commands if f"| `meshwright {verb}" not in page]
+    read = {
+        name
+        for file in source_files()
+        for name in re.findall(r'"(MESHWRIGHT_[A-Z_]+)"', file.read_text())
+    }
+    # What processes of Meshwright's tell each other, and faults on purpose.
+    internal = {f"MESHWRIGHT_{name}" for name in ("CHANNEL", "ORDERS", "FAULT")}
+    assert {name for name in read if f"`{name}`" not in page} == internal
+
+
 def test_public_functions_have_types_and_examples() -> None:
     for name in mw.__all__:
         found = getattr(mw, name)
