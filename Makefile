@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH ?=
 
-.PHONY: help demo test test-py312 check format bench bench-peers soak clean
+.PHONY: help demo test test-py312 check docs format bench bench-peers soak clean
 .DEFAULT_GOAL := help
 
 help:           ## list the targets
@@ -36,10 +36,18 @@ test-py312:     ## the test suite on Python 3.12 with its newer JAX
 	@test -n '$(PYTHON312)' || { echo "error: no python3.12 here; use make test-py312 PYTHON312=/path/to/python3.12"; exit 1; }
 	@$(MAKE) --no-print-directory test VENV=.venv-py312 PYTHON='$(PYTHON312)'
 
-check: $(STAMP) ## lint, format and types
+check: $(STAMP) ## lint, format, types and the pages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
+
+# Every page and docstring, every link and name between them; a warning is an error. All
+# pages are read anew, for those that are not would hide their warnings.
+docs: $(STAMP)  ## the pages as HTML, in build/html
+	@$(BIN)/python -m sphinx -c docs -b html --nitpicky --fail-on-warning --keep-going \
+	  --fresh-env --quiet . build/html
+	@echo "the pages: build/html/docs/index.html"
 
 format: $(STAMP) ## rewrite the sources as the formatter wants them
 	@$(BIN)/ruff check --fix .
@@ -54,5 +62,5 @@ bench-peers: $(STAMP) ## the same job on TensorFlow and PyTorch, side by side
 soak: $(STAMP)  ## the long tests
 	@$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
-clean:          ## remove environments and caches
-	rm -rf .venv .venv-py312 .venv-tf .venv-torch .cache .mypy_cache .ruff_cache .pytest_cache
+clean:          ## remove environments, caches and the built pages
+	rm -rf build .venv .venv-py312 .venv-tf .venv-torch .cache .mypy_cache .ruff_cache .pytest_cache

@@ -1,6 +1,9 @@
 """The documents tell the truth: their code runs, links and trees lead somewhere."""
 
+import ast
 import re
+import runpy
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,15 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 
+def blocks_of(page: Path, language: str) -> list[str]:
+    """The blocks of a page in a language; those in lists are indented."""
+    fence = rf"^( *)```{language}\n(.*?)^\1```$"
+    found = re.findall(fence, page.read_text(), re.M | re.S)
+    return [textwrap.dedent(block) for _, block in found]
+
+
 def code_of(page: Path) -> str:
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    return "\n".join(blocks)
+    return "\n".join(blocks_of(page, "python"))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +33,64 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(
     page: Path, run_script: Run
 ) -> None:
     run_script(code_of(page))
+
+
+def test_code_of_other_frameworks_is_valid_python() -> None:
+    """It stands beside ours, and is not run: the frameworks are not there."""
+    blocks = [block for page in PAGES for block in blocks_of(page, "py")]
+    assert len(blocks) >= 4
+    for block in blocks:
+        ast.parse(block)
+
+
+def test_no_code_is_in_a_block_that_nobody_runs_or_reads() -> None:
+    for page in PAGES:
+        opened = re.findall(r"^ *```+(\S*)", page.read_text(), re.M)
+        known = {"", "python", "py", "sh", "text", "{toctree}", "{eval-rst}"}
+        assert set(opened) <= known, page
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    script = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))
+    drawn = {f"{draw.__name__}.svg": draw() for draw in script["PICTURES"]}
+    kept = {p.name: p.read_text() for p in (ROOT / "docs/pictures").glob("*.svg")}
+    assert drawn == kept, "run docs/pictures/draw.py"
+
+
+def test_every_strategy_has_a_page_with_a_picture_and_what_was_measured() -> None:
+    shown = (ROOT / "docs/strategies.md").read_text()
+    for page in ROOT.glob("docs/strategies/*.md"):
+        text = page.read_text()
+        assert f"(strategies/{page.name})" in shown, page
+        assert re.search(r"^!\[.+\]\(\.\./pictures/\w+\.svg\)$", text, re.M), page
+        assert "benchmarks/results/" in text, page
+
+
+def test_messages_that_are_explained_are_those_that_are_shown() -> None:
+    """Of each, a third at least stands in the source; the rest is names and values."""
+    shown = {
+        node.value.rstrip(".")
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (.*?) \|", page, re.M)
+    messages = [m for cell in cells for m in re.findall(r"`([^`]+ [^`]+)`", cell)]
+    ours = [m for m in messages if not m.startswith(("ModuleNotFound", "exit code"))]
+    assert len(ours) >= 15
+    for message in ours:
+        *_, end = message.split(": ")  # what stands in front says where
+        if any(end in text for text in shown):
+            continue
+        words = [text for text in shown if len(text) > 5 and text in message]
+        found = {
+            place
+            for text in words
+            for match in re.finditer(re.escape(text), message)
+            for place in range(*match.span())
+        }
+        assert len(found) >= len(message) / 3, message
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)

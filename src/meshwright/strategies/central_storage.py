@@ -25,6 +25,7 @@ class CentralStorage(Strategy):
         variables_device: The device that keeps them; the first of the host's CPUs if
             left out, or in a run on CPUs the first of `devices`.
         devices: The devices that compute; all of the best kind if left out.
+        levers: `accumulate`, `remat` and `precision`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.CentralStorage("CPU:2", devices=["CPU:0", "CPU:1"])

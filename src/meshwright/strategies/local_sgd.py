@@ -32,6 +32,7 @@ class LocalSGD(Strategy):
             optimizer, for example `keras.optimizers.SGD(0.7, momentum=0.9,
             nesterov=True)`. Each model gets one of its own that is like it.
         devices: The devices to use, each a worker; all of the best kind if left out.
+        levers: `accumulate`, `remat` and `precision`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.LocalSGD(sync_every=8)

@@ -19,6 +19,10 @@ from meshwright.strategies.strategy import DeviceNames, Strategy, choose_devices
 class Single(Strategy):
     """Everything on one device: what all other strategies are compared with.
 
+    Arguments:
+        device: The device to use; the first of the best kind if left out.
+        levers: `accumulate`, `remat`, `precision` and `offload`, as in `Plan`.
+
     >>> import meshwright as mw
     >>> mw.Single("CPU:1").devices
     ('/device:CPU:1',)
@@ -40,6 +44,10 @@ class Single(Strategy):
 class Mirrored(Strategy):
     """Every device holds the whole model and computes a part of the batch.
 
+    Arguments:
+        devices: The devices to use; all of the best kind if left out.
+        levers: `accumulate`, `remat`, `precision` and `offload`, as in `Plan`.
+
     >>> import meshwright as mw
     >>> mw.Mirrored(["CPU:0", "CPU:1"])
     Mirrored(data=2)
@@ -52,6 +60,11 @@ class Mirrored(Strategy):
 
 class FSDP(Strategy):
     """Parameters and optimizer state are split; the batch too. Spare devices mirror.
+
+    Arguments:
+        degree: Ways they are split; as many as there are devices if left out.
+        devices: The devices to use; all of the best kind if left out.
+        levers: `accumulate`, `remat`, `precision` and `offload`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.FSDP(4)
@@ -77,6 +90,7 @@ class TensorParallel(Strategy):
         degree: Ways each weight is split.
         rules: Ordered pairs of a pattern and a spec that override the automatic choice.
         devices: The devices to use; all of the best kind if left out.
+        levers: `accumulate`, `remat`, `precision` and `offload`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.TensorParallel(8)
@@ -110,6 +124,7 @@ class Pipeline(Strategy):
         schedule: `'1f1b'`, `'gpipe'`, `'interleaved'` or `'zero_bubble'`.
         chunks: Pieces of the model on each stage, for `'interleaved'`.
         devices: The devices to use; all of the best kind if left out.
+        levers: `remat` and `precision`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.Pipeline(4, microbatches=8)
@@ -151,6 +166,7 @@ class Layerwise(Pipeline):
         stages: How many there are, or the names of the layers at which the second and
             later ones begin.
         devices: The devices to use; all of the best kind if left out.
+        levers: `remat` and `precision`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.Layerwise(2, devices=["CPU:0", "CPU:1"])
@@ -168,6 +184,19 @@ class Layerwise(Pipeline):
 
 class Hybrid(Strategy):
     """Any combination of degrees; their product is the number of devices.
+
+    Arguments:
+        data: Ways the batch is split, each with a replica of the state.
+        fsdp: Ways parameters and optimizer state are split, and the batch too.
+        tensor: Ways single weights are split inside their layers.
+        stages: Pieces that the model is cut into, as `Pipeline` does.
+        microbatches: Into how many parts a batch is cut, if there are stages.
+        schedule: In which order they flow through the stages.
+        chunks: Pieces of the model on each stage, for `'interleaved'`.
+        cuts: The names of the layers at which the second and later pieces begin.
+        rules: Ordered pairs of a pattern and a spec that override the automatic choice.
+        devices: The devices to use; all of the best kind if left out.
+        levers: `accumulate`, `remat`, `precision` and `offload`, as in `Plan`.
 
     >>> import meshwright as mw
     >>> mw.Hybrid(data=2, fsdp=2, tensor=2)
