@@ -43,6 +43,11 @@ def test_a_line_has_all_that_is_known() -> None:
     ]
 
 
+def test_nothing_is_left_of_what_is_over() -> None:
+    assert str(glance(epoch=4, is_end=True)).endswith(" left")
+    assert "left" not in str(glance(epoch=5, is_end=True))
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     known = glance(steps=None, seconds_left=None, spent=Spent(), activities=[])
     assert str(known) == "epoch 2/5, step 10: loss 0.25, accuracy 0.5"

@@ -94,7 +94,10 @@ class Glance:
     @property
     def rest(self) -> str:
         """How long it will take; empty if nobody knows, or it is over."""
-        return "" if self.seconds_left is None else f"{clock(self.seconds_left)} left"
+        is_over = self.is_end and self.epoch == self.epochs
+        if self.seconds_left is None or is_over:
+            return ""
+        return f"{clock(self.seconds_left)} left"
 
 
 def describe(activity: Activity) -> str:
