@@ -52,8 +52,8 @@ model.fit(
     callbacks=[mw.Monitor(look_after=1)],
 );
 """
-PAGE = """<!doctype html><meta charset="utf-8"><body style="margin:0;background:#15191d">
-<pre style="margin:0;padding:14px;color:#e4e8eb;font:15px/1.35 monospace">{}</pre>"""
+PAGE = """<!doctype html><meta charset="utf-8">
+<body style="margin:0;background:#15191d"><pre style="margin:0;padding:14px;color:#e4e8eb;font:15px/1.35 monospace">{}</pre>"""
 COLOURS = {"green": "#67c987", "red": "#f0705a", "brown": "#d9c65a", "blue": "#6cb4f0"}
 
 
@@ -80,7 +80,8 @@ def terminal(work: Path) -> Path:
     pid, shown = pty.fork()
     if not pid:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
-        os.execv(sys.executable, [sys.executable, str(script)])
+        words = [sys.executable, str(script)]
+        os.execv(words[0], words)  # noqa: S606 (ours)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         if select.select([shown], [], [], 0.1)[0]:
