@@ -53,7 +53,8 @@ model.fit(
 );
 """
 PAGE = """<!doctype html><meta charset="utf-8">
-<body style="margin:0;background:#15191d"><pre style="margin:0;padding:14px;color:#e4e8eb;font:15px/1.35 monospace">{}</pre>"""
+<body style="margin:0;background:#15191d">
+<pre style="margin:0;padding:14px;color:#e4e8eb;font:15px/1.35 monospace">{}</pre>"""
 COLOURS = {"green": "#67c987", "red": "#f0705a", "brown": "#d9c65a", "blue": "#6cb4f0"}
 
 
