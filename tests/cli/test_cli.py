@@ -54,6 +54,64 @@ def call(*arguments: str) -> int:
     return status
 
 
+FOREIGN = """
+import keras
+
+def make_model():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)], name="模型é")
+    model.compile("sgd", "mse")
+    return model
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("latin-1", "??é"), ("ascii", "模型é"), ("utf-8", "模型é")]
+)
+def test_pipes_that_are_no_utf8_get_what_they_can_take(
+    tmp_path: Path, encoding: str, name: str
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FOREIGN, encoding="utf-8")
+    asked = ["plan", f"{file}:make_model", "--devices", "2xH200", "--batch", "8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.cli.main", *asked],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    # An ASCII pipe is mostly a locale that nobody set: click writes UTF-8 there.
+    said = done.stdout.decode("utf-8" if encoding == "ascii" else encoding)
+    assert said.startswith(f"Plans for '{name}', a global batch of 8")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("devices",),
+        ("plan", "{toy}", "--devices", "8xH200", "--batch", "64"),
+        ("bench", "scaling", "{toy}", "--machine", "8xH200"),
+        ("bench", "cost", "{toy}", "--machine", "8xH200"),
+        ("bench", "input", "{toy}", "--batch", "16"),
+    ],
+    ids=lambda asked: "-".join(asked[:2]).removesuffix("-{toy}"),
+)
+def test_sixty_columns_without_colour_are_enough(
+    asked: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    toy = f"{SNAPSHOT.parents[1] / 'toys.py'}:make_model"
+    assert call(*(word.format(toy=toy) for word in asked)) == 0
+    out = capsys.readouterr().out
+    # Titles stand whole, so that they can be searched for.
+    long = [line for line in out.splitlines() if len(line) > 60]
+    assert all(line.startswith("toy, ") for line in long), long
+    assert "\x1b" not in out
+
+
 def test_devices_lists_names_and_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("devices") == 0
     lines = capsys.readouterr().out.splitlines()

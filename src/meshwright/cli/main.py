@@ -1,5 +1,6 @@
 """`meshwright`: the verbs, and what their errors look like."""
 
+import io
 import sys
 import traceback
 
@@ -39,7 +40,15 @@ for _verb in _VERBS:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits with the status of its outcome."""
     given = sys.argv[1:] if arguments is None else arguments
+    _take_what_streams_can()
     sys.exit(_run(given))
+
+
+def _take_what_streams_can() -> None:
+    """Puts question marks where a terminal or a pipe does not know a letter."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _run(arguments: list[str]) -> int:

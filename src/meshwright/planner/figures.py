@@ -1,10 +1,15 @@
 """Figures as people read them, and tables of them."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100
-"""Columns of the widest line that is printed."""
+"""Columns of the widest line that is printed; narrower terminals have less."""
+
+_NARROWEST = 40
+_LEAST = 8
+"""A column that is wrapped has at least so many, or the table becomes paragraphs."""
 
 UNKNOWN = "-"
 
@@ -68,7 +73,9 @@ def count(number: int, noun: str) -> str:
 def draw_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], wide: int = 0
 ) -> list[str]:
-    """The lines of a table that is no wider than `WIDTH`; one column is wrapped.
+    """The lines of a table that is no wider than the terminal; one column is wrapped.
+
+    Where there is no room for a table, each row becomes a paragraph.
 
     Arguments:
         head: Names of the columns.
@@ -85,7 +92,9 @@ def draw_table(
     columns = list(zip(head, *(row[:number] for row in rows), strict=True))
     widths = [max(map(len, column)) for column in columns]
     others = sum(widths) - widths[wide] + 2 * (number - 1)
-    widths[wide] = min(widths[wide], WIDTH - others)
+    widths[wide] = min(widths[wide], line_width() - others)
+    if widths[wide] < min(_LEAST, max(map(len, columns[wide]))):
+        return [line for row in rows for line in _paragraph(head, row, wide)]
     lines = []
     for row in (head, *rows):
         wrapped = textwrap.wrap(row[wide], widths[wide]) or [""]
@@ -105,12 +114,29 @@ def draw_table(
     return lines
 
 
+def _paragraph(head: Sequence[str], row: Sequence[str], wide: int) -> list[str]:
+    """A row without columns: what it is of, and what is known of that."""
+    pairs = [
+        f"{name} {cell}".strip()
+        for number, (name, cell) in enumerate(zip(head, row, strict=False))
+        if number != wide and cell not in ("", UNKNOWN)
+    ]
+    notes = [line for note in row[len(head) :] for line in indent(note)]
+    return [*textwrap.wrap(row[wide], line_width()), *indent(", ".join(pairs)), *notes]
+
+
 def indent(text: str, depth: int = 1) -> list[str]:
-    """The lines of a paragraph that is set in, no wider than `WIDTH`."""
+    """The lines of a paragraph that is set in, no wider than the terminal."""
     margin = "  " * depth
     return textwrap.wrap(
-        text, WIDTH, initial_indent=margin, subsequent_indent=margin + "  "
+        text, line_width(), initial_indent=margin, subsequent_indent=margin + "  "
     )
+
+
+def line_width() -> int:
+    """Columns of the widest line here: those of the terminal, if there is one."""
+    columns = shutil.get_terminal_size((WIDTH, 24)).columns
+    return min(max(columns, _NARROWEST), WIDTH)
 
 
 def _digits(number: float) -> str:
