@@ -366,6 +366,11 @@ def test_the_printed_text_has_the_verdict_the_kinds_and_the_change() -> None:
         "  limit  unknown (nobody knows)",
         *lines[3:5],
     ]
+    close = str(Preflight(**facts, fits=False, is_close=True)).splitlines()
+    assert close[-2] == (
+        "  close to the limit: it depends on kernels that were not tried out; "
+        "try_kernels=True decides"
+    )
     gpu = Preflight(**facts | {"bytes_to_run": 4 * MIB}, fits=False)
     assert str(gpu).splitlines()[1] == (
         "  needs  3.0 MiB, and 4.0 MiB to run, per device"

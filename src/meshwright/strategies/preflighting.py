@@ -28,6 +28,11 @@ HOPE = 2.0
 """Neither is the last resort, if it needs so much."""
 
 
+_BY_KERNELS = 0.06
+"""So far from the limit kernels may decide: on one H200 trainings took at the most so
+much more than what they were said to, without kernels having been tried out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
     """A change that makes a training fit."""
@@ -67,6 +72,11 @@ class Preflight:
     """Where the limit comes from."""
     suggestion: Suggestion | None = None
     """The smallest change that fits, if this does not and there is one."""
+    is_close: bool = False
+    """Whether the verdict may change with the kernels of a GPU, which were not tried.
+
+    `try_kernels=True` tries them.
+    """
 
     def __str__(self) -> str:
         what = f"{self.model}, batch of {self.batch_size}, {self.plan.describe()}"
@@ -81,6 +91,11 @@ class Preflight:
             f"  limit  {limit} ({self.because})",
         ]
         lines += [f"    {format_bytes(size):>12}  {k}" for k, size in self._kinds()]
+        if self.is_close:
+            lines.append(
+                "  close to the limit: it depends on kernels that were not tried out; "
+                "try_kernels=True decides"
+            )
         if self.suggestion is not None:
             lines.append(f"  smallest change that fits: {self.suggestion}")
         elif not self.fits:
@@ -98,6 +113,7 @@ class Preflight:
             "plan": self.plan.to_json(),
             "batch_size": self.batch_size,
             "fits": self.fits,
+            "is_close": self.is_close,
             "bytes_per_device": self.bytes_per_device,
             "bytes_to_run": self.bytes_to_run,
             "by_kind": dict(self.by_kind),
@@ -166,7 +182,8 @@ def preflight(
         data,
         tries_kernels=try_kernels,
     )
-    room = _room(found, chosen.mesh.devices.flat[0].platform)
+    platform = chosen.mesh.devices.flat[0].platform
+    room = _room(found, platform)
     fits = limit is None or room <= limit
     answer = Preflight(
         model=model.name,
@@ -178,6 +195,7 @@ def preflight(
         by_kind=found.by_kind,
         limit=limit,
         because=because,
+        is_close=platform == "gpu" and not try_kernels and _is_close(room, limit),
     )
     if fits or limit is None:
         return answer
@@ -198,6 +216,15 @@ def _checked(strategy: Any) -> Strategy | None:
 def _room(found: ExactMemory, platform: str) -> int:
     """What a device must have free: the allocator of a GPU has more to give."""
     return found.bytes_to_run if platform == "gpu" else found.bytes_per_device
+
+
+def _is_close(room: int, limit: int | None) -> bool:
+    """Whether kernels may decide.
+
+    >>> _is_close(97, 100), _is_close(90, 100), _is_close(104, 100), _is_close(9, None)
+    (True, False, True, False)
+    """
+    return limit is not None and abs(room / limit - 1) < _BY_KERNELS
 
 
 def _limit(strategy: Strategy, memory: int | str | None) -> tuple[int | None, str]:
