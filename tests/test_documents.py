@@ -6,12 +6,19 @@ import runpy
 import textwrap
 from pathlib import Path
 
+import meshwright as mw
+from meshwright.strategies.strategy import Strategy
+
 import pytest
 
 from conftest import Run
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    page
+    for glob in ("*.md", "docs/**/*.md", "examples/**/*.md")
+    for page in ROOT.glob(glob)
+)
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 
@@ -96,6 +103,17 @@ def test_messages_that_are_explained_are_those_that_are_shown() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
 def test_examples_run_without_a_gpu(example: Path, run_script: Run) -> None:
     run_script(example.read_text())
+
+
+def test_the_table_of_examples_names_each_of_them_and_every_strategy() -> None:
+    table = (ROOT / "examples/README.md").read_text()
+    listed = re.findall(r"^\| \[([\w.]+)\]", table, re.M)
+    assert {example.name for example in EXAMPLES} <= {*listed}
+    makers = [getattr(mw, name) for name in mw.__all__]
+    strategies = [m for m in makers if isinstance(m, type) and issubclass(m, Strategy)]
+    assert len(strategies) >= 11
+    for strategy in strategies:
+        assert f"`{strategy.__name__}`" in table, strategy
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
