@@ -3,7 +3,8 @@
     python examples/mnist_99.py mnist.npz
 
 `mnist.npz` is the file that `keras.datasets.mnist` keeps in `~/.keras/datasets`.
-Without it, the 2,000 digits that ship with Meshwright show that it runs.
+Without it, an epoch of the 2,000 digits that ship with Meshwright shows that it runs,
+in about 8 seconds on a two-core machine.
 """
 
 import sys
@@ -65,17 +66,22 @@ class Run:
 
     Arguments:
         digits: What is trained and tested on.
+        batch_size: Images of a step.
+        epochs: How often each image is seen.
     """
 
-    def __init__(self, digits: Digits) -> None:
+    def __init__(
+        self, digits: Digits, batch_size: int = BATCH_SIZE, epochs: int = EPOCHS
+    ) -> None:
         self._digits = digits
-        num_steps = EPOCHS * -(-len(digits.x_train) // BATCH_SIZE)
+        self._batch_size, self._epochs = batch_size, epochs
+        num_steps = epochs * -(-len(digits.x_train) // batch_size)
         has_gpu = any(device.kind == "GPU" for device in mw.devices())
         with mw.Single(precision="bfloat16" if has_gpu else "float32").scope():
             self._model = make_model(num_steps)
         self._model.optimizer.build(self._model.trainable_variables)
         self._variables = [*self._model.variables, *self._model.optimizer.variables]
-        self._first_values = [np.array(variable) for variable in self._variables]
+        self._first_values = [np.array(variable.value) for variable in self._variables]
 
     def reset(self) -> None:
         """Back to the start."""
@@ -85,7 +91,9 @@ class Run:
     def train(self) -> None:
         """All epochs."""
         x, y = self._digits.x_train, self._digits.y_train
-        self._model.fit(x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0)
+        self._model.fit(
+            x, y, batch_size=self._batch_size, epochs=self._epochs, verbose=0
+        )
 
     def test(self) -> float:
         """The test accuracy."""
@@ -96,7 +104,10 @@ class Run:
 
 def main() -> None:
     """Trains twice: the first time compiles, the second one is timed."""
-    run = Run(load(sys.argv[1] if len(sys.argv) > 1 else None))
+    if len(sys.argv) > 1:
+        run = Run(load(sys.argv[1]))
+    else:
+        run = Run(load(None), batch_size=40, epochs=1)
     for which in ("with compilation", "again"):
         run.reset()
         began = time.perf_counter()
