@@ -3,7 +3,7 @@
     meshwright plan examples/decoder.py:make_model --devices 8xH200 --batch 64
 
 plans for the large one without allocating it. This script trains a small one with the
-same layers, its state split over eight devices made of the CPU, in ten seconds on two
+same layers, its state split over four devices made of the CPU, in ten seconds on two
 cores.
 """
 
@@ -56,7 +56,7 @@ def compute(x: keras.KerasTensor, hidden: int, name: str) -> keras.KerasTensor:
 
 def main() -> None:
     """Trains a small one to count."""
-    mw.configure(visible=[], virtual=8)
+    mw.configure(visible=[], virtual=4)
     keras.utils.set_random_seed(0)
     with mw.FSDP().scope():
         model = make_model(2, 64, 4, 128, sequence=16, vocabulary=32)

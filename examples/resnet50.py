@@ -3,7 +3,7 @@
     meshwright plan examples/resnet50.py:make_model --devices 8xH200 --batch 1024
 
 plans for the large one. This script trains a few narrow blocks of the same kind over
-eight devices made of the CPU, in ten seconds on two cores.
+four devices made of the CPU, in ten seconds on two cores.
 """
 
 import meshwright as mw
@@ -42,7 +42,7 @@ def compiled(model: keras.Model) -> keras.Model:
 
 def main() -> None:
     """Trains a small one to tell in which corner a picture is bright."""
-    mw.configure(visible=[], virtual=8)
+    mw.configure(visible=[], virtual=4)
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     y = rng.integers(0, 4, 512)

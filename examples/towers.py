@@ -28,14 +28,14 @@ def make_model(*devices):
     ):
         with mw.device(device):
             pixels = keras.layers.Flatten(name=f"{name}_pixels")(half)
-            tower = keras.layers.Dense(64, activation="relu", name=name)
+            tower = keras.layers.Dense(64, activation="tanh", name=name)
             seen.append(tower(pixels))
     with mw.device(devices[0]):
         joined = keras.layers.Concatenate(name="joined")(seen)
         scores = keras.layers.Dense(10, name="scores")(joined)
         model = keras.Model([upper, lower], scores, name="towers")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.SGD(0.2), loss, metrics=["accuracy"])
     return model
 
 

@@ -1,6 +1,7 @@
 """The documents tell the truth: their code runs, links and trees lead somewhere."""
 
 import ast
+import os
 import re
 import runpy
 import textwrap
@@ -102,7 +103,8 @@ def test_messages_that_are_explained_are_those_that_are_shown() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.stem)
 def test_examples_run_without_a_gpu(example: Path, run_script: Run) -> None:
-    run_script(example.read_text())
+    # Half of their time goes into making programs fast that run for milliseconds.
+    run_script(example.read_text(), XLA_FLAGS=os.environ["XLA_FLAGS"])
 
 
 def test_the_table_of_examples_names_each_of_them_and_every_strategy() -> None:
