@@ -179,6 +179,27 @@ def test_a_step_inside_of_a_scope_is_logged_where_it_runs(
     assert "Executing op train_step in device /device:CPU:3" in log.messages
 
 
+@pytest.mark.parametrize("how", ["by hand", "pipeline", "mirrored"])
+def test_the_programs_of_a_split_step_are_not_told_one_by_one(
+    log: pytest.LogCaptureFixture, how: str
+) -> None:
+    inputs = keras.Input((3,))
+    with mw.device("CPU:0"):
+        one = keras.layers.Dense(2, name="one")(inputs)
+    with mw.device("CPU:1" if how == "by hand" else "CPU:0"):
+        model = keras.Model(inputs, keras.layers.Dense(2, name="two")(one))
+    model.compile("sgd", "mse")
+    strategies = {"pipeline": mw.Pipeline(2, 2), "mirrored": mw.Mirrored(["CPU:0"])}
+    if how in strategies:
+        mw.distribute(model, strategies[how])
+    mw.set_placement_log(True)
+    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=2, verbose=0)
+    lines = [record.getMessage() for record in log.records]
+    assert sum(line.startswith("Running train_step: layer one ") for line in lines) == 1
+    operations = {line.split()[2] for line in lines if line.startswith("Executing")}
+    assert not {each for each in operations if each[0].islower() or each[0] == "_"}
+
+
 def test_without_logging_set_up_the_lines_go_to_standard_error(run_script: Run) -> None:
     script = (
         "import meshwright as mw\n"

@@ -241,6 +241,19 @@ def test_the_decision_where_a_lever_makes_room() -> None:
     ]
 
 
+def test_a_plan_that_lost_by_its_time_is_not_asked_for_its_memory() -> None:
+    slow = candidate(H200, Plan(), 0.12, 1)
+    because = "0.2% slower than one device, accumulate=2"
+    plain = replace(
+        slow, fits=False, memory_bytes=None, reason="slower", because=because
+    )
+    made = report([candidate(H200, Plan(accumulate=2), 0.1, 2), plain], H200)
+    assert made.decision()[0] == (
+        "Does the model fit on one device? With accumulate=2: predicted 2.0 GiB <= "
+        "80.0 GiB usable."
+    )
+
+
 def test_a_deadline_that_is_missed_is_no_lack_of_memory() -> None:
     wishes = Wishes(samples=100 * BATCH, finish_by=0.0001)
     made = report(small_model(H200), H200, wishes)

@@ -246,11 +246,11 @@ def test_explain_says_how_microbatches_are_computed() -> None:
     x, y = table(16)
     strategy = mw.Mirrored(CPUS[:2], accumulate=2)
     assert strategy.explain(build("mean"), x, y).notes == (
-        "accumulate=2: microbatches, and each adds the gradients of its own loss, "
+        "accumulate=2: each microbatch adds the gradients of its own loss, "
         "which is a mean over samples",
     )
     assert strategy.explain(build("sum"), x, y).notes == (
-        "accumulate=2: microbatches, and every forward pass runs twice, first for the "
+        "accumulate=2: every forward pass of a microbatch runs twice, first for the "
         "loss of the whole batch, because mean_squared_error is reduced by 'sum'",
     )
     text = str(mw.Mirrored(CPUS[:2], remat=True).explain(build("mean"), x, y))

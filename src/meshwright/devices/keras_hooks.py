@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 from meshwright.devices.apart import own_chance
 from meshwright.devices.containers import map_leaves, named_leaves
+from meshwright.devices.placement_log import told_by_layer
 from meshwright.devices.runtime import belongs_to_some, jax_devices, to_host
 from meshwright.devices.scope import (
     enter,
@@ -254,9 +255,11 @@ def _make_guarded_function(
 ) -> Any:
     guarded = _step_maker(self, step_function)(self, step_function)
     run = original(self, guarded, *args, **kwargs)
+    # Keras' own step is one operation, or those of its layers; others have programs.
+    telling = nullcontext if isinstance(guarded, GuardedStep) else told_by_layer
 
     def run_or_give_back(state: Any, iterator: Any) -> Any:
-        with guarded.giving_back(state):
+        with telling(), guarded.giving_back(state):
             intake = current_intake()
             if isinstance(iterator, LaidAside):
                 return iterator.logs, state

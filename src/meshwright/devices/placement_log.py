@@ -1,8 +1,10 @@
 """The placement log: what runs where, one line each, to `meshwright.placement`."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from meshwright.devices import eager_trace
@@ -20,6 +22,9 @@ class _Log:
     number = 0
     level = logging.NOTSET
     name_device: Callable[[str], str] = str
+    num_steps = 0
+    """Compiled steps that are being dispatched."""
+    counting = threading.Lock()
 
 
 class _LastResort(logging.StreamHandler[TextIO]):
@@ -65,6 +70,21 @@ def log_number() -> int:
     return _Log.number if _Log.on else 0
 
 
+@contextlib.contextmanager
+def told_by_layer() -> Iterator[None]:
+    """While a compiled step is dispatched: `log_step` tells of it, not its programs.
+
+    It holds for all threads, since some steps are dispatched by several.
+    """
+    with _Log.counting:
+        _Log.num_steps += 1
+    try:
+        yield
+    finally:
+        with _Log.counting:
+            _Log.num_steps -= 1
+
+
 def log_step(
     model: Any, step: str, variables: Any, values: Any, device: str | None = None
 ) -> None:
@@ -101,6 +121,8 @@ def log_step(
 
 
 def _log_operation(name: str, result: Any) -> None:
+    if _Log.num_steps:
+        return
     if isinstance(result, jax.Array) and not isinstance(result, jax.core.Tracer):
         where = ", ".join(_Log.name_device(n) for n in names_of(result.sharding))
         logger.info(

@@ -73,7 +73,11 @@ def _one_device(considered: Considered) -> Iterator[str]:
     question = "Does the model fit on one device?"
     plain = considered.first(lambda p: p.num_devices == 1 and _is_plain(p))
     some = considered.first(lambda p: p.num_devices == 1)
-    if plain and _has_room(plain):
+    if plain and some and _has_room(plain) and plain.memory_bytes is None:
+        # It lost by its time, before anybody asked for its memory.
+        levers = _levers(some.plan)
+        yield f"{question} With {levers}: {_memory(some, considered.machine)}."
+    elif plain and _has_room(plain):
         yield f"{question} Yes: {_memory(plain, considered.machine)}."
     elif plain and some and _has_room(some):
         yield (

@@ -136,14 +136,17 @@ def _notes(plan: Plan, model: Any, state: Any, batch: Any) -> tuple[str, ...]:
     if number > 1:
         cut = cut_batch(batch, number)
         reason = why_not_a_mean(model, state, first_of(cut))
-        how = "each adds the gradients of its own loss, which is a mean over samples"
+        how = (
+            "each microbatch adds the gradients of its own loss, which is a mean over "
+            "samples"
+        )
         if reason is not None:
             how = (
-                "every forward pass runs twice, first for the loss of the whole "
-                f"batch, because {reason}"
+                "every forward pass of a microbatch runs twice, first for the loss of "
+                f"the whole batch, because {reason}"
             )
         lever = "accumulate" if plan.stages == 1 else "microbatches"
-        notes.append(f"{lever}={number}: microbatches, and {how}")
+        notes.append(f"{lever}={number}: {how}")
     if plan.stages > 1:
         notes.append(plan.schedule_of().timeline())
     if plan.remat:
