@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from meshwright.models.formulations import Platform
+from meshwright.models.loops import counts_of_scan
 from meshwright.models.operations import SORTS, FlatProgram, Operation, Size, Value
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -497,7 +498,8 @@ class _Flattening:
         """A loop; each tensor that it stacks is written over zeros of its own."""
         inner = flatten(eqn.params["jaxpr"].jaxpr, self._platform)
         times = int(eqn.params["length"])
-        stacked = outputs[eqn.params["num_carry"] :]
+        _, num_carried = counts_of_scan(eqn.params)
+        stacked = outputs[num_carried:]
         zeros = [
             self._once("broadcast_in_dim", None, [], [each], [], scope, {})[0]
             for each in stacked

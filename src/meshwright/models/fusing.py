@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from math import prod
 
 from meshwright.models.formulations import Platform
+from meshwright.models.loops import counts_of_scan
 from meshwright.models.operations import VERY_DEAR, FlatProgram, Operation, Size
 from meshwright.models.training import SAMPLES
 
@@ -605,7 +606,7 @@ def _carried(operation: Operation) -> list[int]:
     if operation.name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         return operation.inputs[first:]
-    first, number = params["num_consts"], params["num_carry"]
+    first, number = counts_of_scan(params)
     filled = operation.inputs[len(operation.shapes) :]
     return operation.inputs[first : first + number] + filled
 

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from meshwright.errors import PackedTrialsError
+from meshwright.models.loops import counts_of_scan
 
 import jax
 import jax.numpy as jnp
@@ -249,7 +250,8 @@ def _is_changed(constants: Any) -> bool:
 
 
 def _scan(inputs: list[Any], params: Any, own: Any) -> list[Any]:
-    start, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+    start, number = counts_of_scan(params)
+    end = start + number
     fixed = inputs[:start]
 
     def body(carry: Any, each: Any) -> Any:
