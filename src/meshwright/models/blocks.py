@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.models.cuts import choose_cuts
+from meshwright.models.formulations import Platform
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 Operations = Sequence[Any]
 """Equations of a jaxpr, in order."""
+
+_JAX_FOR_CPUS = (0, 11, 1)
+"""From this version of JAX on, XLA for CPUs keeps blocks apart as well."""
+
+
+def keeps_blocks_apart(platform: Platform) -> bool:
+    """Whether XLA keeps only what passes between blocks.
+
+    Before, its compiler for CPUs found what is computed twice; it kept that, and mostly
+    computed it again nevertheless.
+    """
+    return platform != "cpu" or jax.__version_info__ >= _JAX_FOR_CPUS
 
 
 def rematerialised(function: Callable[..., Any]) -> Callable[..., Any]:

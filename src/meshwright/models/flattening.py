@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
+from meshwright.models.blocks import keeps_blocks_apart
 from meshwright.models.formulations import Platform
 from meshwright.models.loops import counts_of_scan
 from meshwright.models.operations import SORTS, FlatProgram, Operation, Size, Value
@@ -110,10 +111,10 @@ class _Flattening:
         """Lets what is to be computed again not count as computed already.
 
         It waits for all that the block is given, the gradients of its results
-        included. The compiler for CPUs computes it once nevertheless.
+        included.
         """
         before = self._block, self._awaited
-        if eqn.params.get("differentiated") and self._platform != "cpu":
+        if eqn.params.get("differentiated") and keeps_blocks_apart(self._platform):
             self._block, self._awaited = len(self.operations), given
         yield
         self._block, self._awaited = before

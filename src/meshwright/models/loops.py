@@ -13,7 +13,7 @@ def counts_of_scan(params: Mapping[str, Any]) -> tuple[int, int]:
     >>> [counts_of_scan(e.params) for e in jaxpr.eqns if e.primitive.name == "scan"]
     [(0, 1)]
     """
-    if "num_carry" in params:  # until JAX 0.11
+    if "num_carry" in params:  # until JAX 0.10
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()
     return len(constants), len(carried)

@@ -147,7 +147,7 @@ def breadth_first(kernels: "Kernels") -> list[int]:
     This is how XLA keeps the cores of a CPU busy; memory comes second.
     """
     graph = _Graph(kernels)
-    missing = [len(kernel.reads) for kernel in kernels.kernels]
+    missing = [len(k.reads) + len(k.waits_for) for k in kernels.kernels]
     place = {number: i for i, number in enumerate(graph.postorder())}
     found: list[int] = []
     first = [n for n, count in enumerate(missing) if not count]
@@ -155,7 +155,7 @@ def breadth_first(kernels: "Kernels") -> list[int]:
 
     def provide(buffers: Sequence[int]) -> None:
         for buffer in buffers:
-            for reader in sorted(graph.readers.get(buffer, ()), key=place.__getitem__):
+            for reader in sorted(graph.waiting_for(buffer), key=place.__getitem__):
                 missing[reader] -= 1
                 if not missing[reader]:
                     ready.append(reader)
@@ -184,6 +184,10 @@ class _Graph:
                 self.readers.setdefault(buffer, []).append(number)
             for buffer in kernel.waits_for:
                 self._waiting.setdefault(buffer, []).append(number)
+
+    def waiting_for(self, buffer: int) -> list[int]:
+        """Who cannot run before it, as often as it is asked for."""
+        return [*self.readers.get(buffer, ()), *self._waiting.get(buffer, ())]
 
     def size(self, buffer: int, samples: int) -> float:
         """Bytes of a buffer."""

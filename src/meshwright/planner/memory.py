@@ -14,6 +14,7 @@ from math import gcd, prod
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.models.blocks import keeps_blocks_apart
 from meshwright.models.formulations import Platform
 from meshwright.models.kernels import flattened, renewed_values
 from meshwright.models.profile import shape_of
@@ -118,8 +119,7 @@ class MemoryModel:
         pieces = gcd(cut.larger, plan.num_replicas)
         program = self._program(
             self._precision(plan),
-            # The compiler for CPUs finds what is computed twice, and computes it once.
-            plan.remat and self._platform != "cpu",
+            plan.remat and keeps_blocks_apart(self._platform),
             self._splits(plan.fsdp, plan.tensor, plan.rules),
             pieces > 1,
             cut.number > 1,

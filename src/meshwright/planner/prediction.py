@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
+from meshwright.models.blocks import keeps_blocks_apart
 from meshwright.parallel.balance import choose_stage_cuts
 from meshwright.parallel.plan import Plan
 from meshwright.parallel.schedules import Schedule, make_schedule
@@ -162,8 +163,9 @@ class Predictor:
             each = each * costs.crowd_ratios(each, crowd)
         layers = self._layers(precision, remat)
         forward, backward = layers.sums(each, "forward"), layers.sums(each, "backward")
-        # XLA for CPUs computes it again, though what it keeps is the same.
-        again = 1.0 if remat and self.machine.kind == "CPU" else 0.0
+        # Where the kernels do not tell of it, it is computed again nevertheless.
+        is_told = self.machine.kind != "CPU" or keeps_blocks_apart("cpu")
+        again = 1.0 if remat and not is_told else 0.0
         seconds = {
             phase: float(each[costs.kernels.phases == phase].sum())
             for phase in ("forward", "backward", "update")
