@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,13 @@ os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+IN_HASTE = ["--xla_backend_optimization_level=0"]
+IN_HASTE += ["--xla_cpu_parallel_codegen_split_count=1"]
+if version("jaxlib").startswith("0.10."):
+    # The older of two emitters of loops, in a fourth of the time. Newer XLA has one
+    # only, and ends at flags that it does not know.
+    IN_HASTE += ["--xla_cpu_use_fusion_emitters=false"]
+os.environ.setdefault("XLA_FLAGS", " ".join(IN_HASTE))
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 
 import meshwright as mw  # noqa: E402

@@ -1,5 +1,6 @@
 """The exact memory of training steps, against the programs that `fit` compiles."""
 
+import os
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -178,7 +179,9 @@ def test_machine_code_that_is_made_in_haste_needs_as_much() -> None:
     place(model, strategy)
     state = training_state(model, batch)
     step: Any = step_over_mesh(model, jax.jit(model.train_step), strategy)
-    careful = {"xla_backend_optimization_level": 3}
+    careful: dict[str, Any] = {"xla_backend_optimization_level": 3}
+    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+        careful |= {"xla_cpu_use_fusion_emitters": True}
     compiled = step.lower(state, batch).compile(compiler_options=careful)
     assert StepMemory.of(compiled, {}).needed == found.bytes_per_device
 
