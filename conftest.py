@@ -50,15 +50,29 @@ OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 """What scripts of their own do not inherit: they run as users run them."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def old_objects_are_left_alone() -> Iterator[None]:
+def leave_old_objects_alone() -> None:
     """Keeps Python from looking through all that stays, such as what JAX has traced.
 
     Looking for garbage among it took half of the time of the whole suite.
     """
-    yield
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves alone what was imported, and looks for garbage when there may be some.
+
+    To trace a step makes thousands of objects that stay for as long as it does.
+    """
+    gc.set_threshold(50_000, 10, 10)
+    leave_old_objects_alone()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_left_alone() -> Iterator[None]:
+    """Does so after each module."""
+    yield
+    leave_old_objects_alone()
 
 
 @pytest.fixture(autouse=True)
