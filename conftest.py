@@ -27,10 +27,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
 IN_HASTE = ["--xla_backend_optimization_level=0"]
 IN_HASTE += ["--xla_cpu_parallel_codegen_split_count=1"]
+FUSED_FOR_USERS: dict[str, bool] = {}
+"""Options of a compilation whose kernels are those that users get."""
 if version("jaxlib").startswith("0.10."):
     # The older of two emitters of loops, in a fourth of the time. Newer XLA has one
     # only, and ends at flags that it does not know.
     IN_HASTE += ["--xla_cpu_use_fusion_emitters=false"]
+    FUSED_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
 os.environ.setdefault("XLA_FLAGS", " ".join(IN_HASTE))
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 

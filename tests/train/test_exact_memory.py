@@ -1,6 +1,5 @@
 """The exact memory of training steps, against the programs that `fit` compiles."""
 
-import os
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+
+from conftest import FUSED_FOR_USERS
 
 L = keras.layers
 CPUS = [f"CPU:{i}" for i in range(8)]
@@ -180,8 +181,7 @@ def test_machine_code_that_is_made_in_haste_needs_as_much() -> None:
     state = training_state(model, batch)
     step: Any = step_over_mesh(model, jax.jit(model.train_step), strategy)
     careful: dict[str, Any] = {"xla_backend_optimization_level": 3}
-    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
-        careful |= {"xla_cpu_use_fusion_emitters": True}
+    careful |= FUSED_FOR_USERS
     compiled = step.lower(state, batch).compile(compiler_options=careful)
     assert StepMemory.of(compiled, {}).needed == found.bytes_per_device
 
