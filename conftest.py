@@ -21,6 +21,9 @@ for variable in [*os.environ]:
         del os.environ[variable]
 # The process that starts workers of these tests has JAX, which sets it.
 os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+# Workers of these tests inherit the width of a terminal that there is none of.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 # Who runs the tests in the background makes all that they start ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
