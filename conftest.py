@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,23 @@ for variable in [*os.environ]:
         del os.environ[variable]
 # The process that starts workers of these tests has JAX, which sets it.
 os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+# Workers of these tests inherit the width of a terminal that there is none of.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 # Who runs the tests in the background makes all that they start ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Compiling is most of what the tests do; what is compiled runs for milliseconds.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+IN_HASTE = ["--xla_backend_optimization_level=0"]
+IN_HASTE += ["--xla_cpu_parallel_codegen_split_count=1"]
+FUSED_FOR_USERS: dict[str, bool] = {}
+"""Options of a compilation whose kernels are those that users get."""
+if version("jaxlib").startswith("0.10."):
+    # The older of two emitters of loops, in a fourth of the time. Newer XLA has one
+    # only, and ends at flags that it does not know.
+    IN_HASTE += ["--xla_cpu_use_fusion_emitters=false"]
+    FUSED_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
+os.environ.setdefault("XLA_FLAGS", " ".join(IN_HASTE))
 os.environ["XDG_CONFIG_HOME"] = str(ROOT / ".cache" / "no-configuration")
 
 import meshwright as mw  # noqa: E402
@@ -43,15 +56,29 @@ OF_TESTS = ("KERAS_BACKEND", "JAX_PLATFORMS", "CUDA_DEVICE_ORDER", "XLA_FLAGS")
 """What scripts of their own do not inherit: they run as users run them."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def old_objects_are_left_alone() -> Iterator[None]:
+def leave_old_objects_alone() -> None:
     """Keeps Python from looking through all that stays, such as what JAX has traced.
 
     Looking for garbage among it took half of the time of the whole suite.
     """
-    yield
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves alone what was imported, and looks for garbage when there may be some.
+
+    To trace a step makes thousands of objects that stay for as long as it does.
+    """
+    gc.set_threshold(50_000, 10, 10)
+    leave_old_objects_alone()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_left_alone() -> Iterator[None]:
+    """Does so after each module."""
+    yield
+    leave_old_objects_alone()
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ TOLERANCE = 1e-6
 wrong gradient is off by about as much as they are."""
 
 # Compiling takes longer than computing here.
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FLAGS = os.environ["XLA_FLAGS"] + " --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.soak

@@ -14,6 +14,8 @@ from meshwright.errors import MeshwrightError
 import click
 import pytest
 
+from conftest import Run
+
 SNAPSHOT = Path(__file__).with_name("verbs.json")
 
 
@@ -37,6 +39,20 @@ def verbs_and_flags() -> dict[str, list[str]]:
 def test_verbs_and_flags_are_those_of_the_snapshot() -> None:
     # A new verb or flag is a promise: write it into verbs.json on purpose.
     assert verbs_and_flags() == json.loads(SNAPSHOT.read_text())
+
+
+def test_a_verb_does_not_wait_for_what_others_need(run_script: Run) -> None:
+    said = run_script(
+        "import sys\n"
+        "from meshwright.cli.main import main\n"
+        "try:\n"
+        "    main(['each', '--help'])\n"
+        "finally:\n"
+        "    print([m for m in ('keras', 'orbax', 'meshwright.cli.plan')\n"
+        "           if m in sys.modules])\n"
+    )
+    assert "Usage: meshwright each" in said.stdout
+    assert said.stdout.endswith("\n[]\n")
 
 
 def test_every_verb_speaks_json_and_explains_itself() -> None:

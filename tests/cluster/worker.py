@@ -3,6 +3,7 @@
 `python worker.py ADDRESS INDEX`; started by test_two_processes.py.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -317,11 +319,22 @@ def streams_are_stacked_alike() -> None:
 
 
 def gloo_gives_way_to_others() -> None:
-    assert mw.Mirrored().mesh.is_multi_process
-    threads = [int(name) for name in os.listdir("/proc/self/task")]
-    classes = [os.sched_getscheduler(thread) for thread in threads]
-    assert classes.count(os.SCHED_BATCH) == 1
+    deadline = time.monotonic() + 60
+    while True:
+        assert mw.Mirrored().mesh.is_multi_process
+        if classes_of_threads().count(os.SCHED_BATCH) == 1:
+            break
+        # On a busy machine Gloo's thread may be at work whenever it is looked for.
+        assert time.monotonic() < deadline
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def classes_of_threads() -> list[int]:
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found.append(os.sched_getscheduler(int(thread)))
+    return found
 
 
 def members_are_spread_over_processes_and_end_as_they_would_alone() -> None:

@@ -27,6 +27,8 @@ import keras
 import pytest
 from jax import lax
 
+from conftest import FUSED_FOR_USERS
+
 L = keras.layers
 PLATFORMS: list[Platform] = ["cpu", "gpu"]
 ONE, ALL = Size(1, 0), Size(1, 1)
@@ -106,7 +108,8 @@ def compiled_step(model: keras.Model, batch_size: int) -> Any:
             model.metrics_variables,
         )
         shapes = tuple([shape_of(v) for v in group] for group in state)
-        return jax.jit(model.train_step).lower(shapes, batch).compile()
+        lowered = jax.jit(model.train_step).lower(shapes, batch)
+        return lowered.compile(compiler_options=FUSED_FOR_USERS)
 
 
 def wide_mlp() -> keras.Model:

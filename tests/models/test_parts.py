@@ -73,6 +73,11 @@ def tower(weights: list[Any], x: Any) -> Any:
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_one_after_the_other_make_what_the_whole_makes(seed: int) -> None:
     """Cut anywhere, with skip connections over several parts."""
+    with jax.enable_x64(True):
+        compare_parts_with_the_whole(seed)
+
+
+def compare_parts_with_the_whole(seed: int) -> None:
     rng = np.random.default_rng(seed)
     weights = [rng.normal(size=(4, 4)) for _ in range(5)]
     x = rng.normal(size=(3, 4))
@@ -85,7 +90,7 @@ def test_parts_one_after_the_other_make_what_the_whole_makes(seed: int) -> None:
     expected = jax.tree.leaves(tower(weights, x))
     found = run_parts(program, parts, [*weights, x])
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
 def test_constants_are_those_of_the_part_and_stay_on_the_host() -> None:

@@ -3,8 +3,9 @@
 from typing import Any
 
 import meshwright as mw
-from meshwright.planner import calibration
+from meshwright.planner import calibration, context
 from meshwright.planner.calibration import _collectives, measure_speed
+from meshwright.planner.context import REFERENCES
 from meshwright.planner.measuring import Stopwatch, Trial
 from meshwright.strategies.planning import _mesh
 
@@ -32,6 +33,9 @@ def test_a_calibration_without_time_has_something_of_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibration, "_TOGETHER", 8)
+    # The kernels of a step are of the same kinds on few samples.
+    few = {name: step._replace(batch=2) for name, step in REFERENCES.items()}
+    monkeypatch.setattr(context, "REFERENCES", few)
     speed = measure_speed([_mesh(("/device:CPU:0",))], most_seconds=0.0)
     assert {point.kind for point in speed.products} == {"product", "convolution"}
     assert speed.per_random > speed.per_number > 0

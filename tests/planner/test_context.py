@@ -7,6 +7,7 @@ from meshwright.planner import context
 from meshwright.planner.context import REFERENCES, Reference, fitted
 from meshwright.planner.costs import kind_in_context
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,7 +44,7 @@ def test_references_are_gradients_that_are_not_nothing() -> None:
         small = Reference(each.loss, each.sample, each.weights, 2)
         arrays = [random.normal(size=s).astype(d) for s, d in small.shapes(2)]
         scaled = [arrays[0], *(0.1 * array for array in arrays[1:])]
-        for gradient in small.step(*scaled):
+        for gradient in jax.jit(small.step)(*scaled):
             values: Any = np.asarray(gradient)
             assert np.isfinite(values).all(), name
             assert np.abs(values).max() > 0, name

@@ -4,6 +4,8 @@ What the guide leaves to its reader (a model, data, the names of layers) stands 
 PREPARED; its own code is as it is there.
 """
 
+import os
+
 import pytest
 
 from forks import Said, run_pieces
@@ -197,7 +199,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
         {name: PREPARED + code for name, code in pieces.items()},
         tmp_path_factory.mktemp("guide"),
         MESHWRIGHT_VIRTUAL="GPU:4",
-        XLA_FLAGS="--xla_backend_optimization_level=0",
+        XLA_FLAGS=os.environ["XLA_FLAGS"],
     )
 
 

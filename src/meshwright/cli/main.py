@@ -3,38 +3,42 @@
 import io
 import sys
 import traceback
+from collections import UserDict
+from importlib import import_module
+from typing import Any
 
 from meshwright import __version__
-from meshwright.cli.bench import bench
-from meshwright.cli.chaos import chaos
-from meshwright.cli.ckpt import ckpt
-from meshwright.cli.demo import demo
-from meshwright.cli.devices import devices
-from meshwright.cli.doctor import doctor
-from meshwright.cli.each import each
 from meshwright.cli.output import explain
-from meshwright.cli.plan import plan
-from meshwright.cli.report import report
-from meshwright.cli.train import train
-from meshwright.cli.tune import tune
 from meshwright.devices.startup import raise_held_error
 from meshwright.errors import MeshwrightError
 
 import click
 
+VERBS = (
+    *("bench", "chaos", "ckpt", "demo", "devices", "doctor"),
+    *("each", "plan", "report", "train", "tune"),
+)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Verbs(UserDict[str, Any]):
+    """Verbs by their names: the file of one is imported when somebody asks for it.
+
+    All of them together need as long as JAX.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(import_module(super().__getitem__(name)), name)
+
+
+@click.group(
+    commands=_Verbs({name: f"meshwright.cli.{name}" for name in VERBS}),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="meshwright")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
     """Train one Keras model on many devices."""
     raise_held_error()
-
-
-_VERBS = [bench, chaos, ckpt, demo, devices, doctor, each, plan, report, train, tune]
-
-for _verb in _VERBS:
-    cli.add_command(_verb)
 
 
 def main(arguments: list[str] | None = None) -> None:
