@@ -106,7 +106,7 @@ def on_cpu() -> Predictor:
 
 def test_cpus_compute_blocks_again(on_cpu: Predictor) -> None:
     plain, again = (on_cpu.predict(Plan(remat=r), 256) for r in (False, True))
-    assert 1.2 < again.parts["compute"] / plain.parts["compute"] < 1.5
+    assert 1.1 < again.parts["compute"] / plain.parts["compute"] < 1.5
 
 
 def test_gradients_of_parts_of_a_batch_are_added_up(predictor: Predictor) -> None:

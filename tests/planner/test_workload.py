@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from meshwright.models.blocks import keeps_blocks_apart
 from meshwright.models.profile import build_abstractly
 from meshwright.parallel.plan import Plan
 from meshwright.planner.workload import Layers, Workload
@@ -177,8 +178,12 @@ def deep() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize(("kind", "is_more"), [("CPU", False), ("GPU", True)])
-def test_with_remat_gpus_multiply_more_often(kind: str, is_more: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_more"), [("CPU", keeps_blocks_apart("cpu")), ("GPU", True)]
+)
+def test_with_remat_products_are_there_again_where_blocks_are_kept_apart(
+    kind: str, is_more: bool
+) -> None:
     work = Workload.of(build_abstractly(deep), kind)
     plain, again = (
         sum(len(kernel.products) for kernel in work.kernels_for(None, remat).kernels)
