@@ -79,6 +79,7 @@ def test_a_device_of_which_nothing_was_seen_stood_idle() -> None:
     assert found is not None
     assert found.devices[CPUS[1]] == Occupation(0, 0)
     assert sample_of([host()], CPUS) is None
+    assert sample_of([host(on_cpu(0, "dot.1", 5, 5))], CPUS) is None, "no time passed"
 
 
 @pytest.fixture

@@ -151,9 +151,10 @@ def sample_of(planes: Iterable[Any], names: Sequence[str]) -> Sample | None:
         exchanges = _EXCHANGES.match(operation)
         (exchanging if exchanges else computing)[name].append(span)
     spans = [s for group in (computing, exchanging) for e in group.values() for s in e]
-    if not spans:
+    ends = [moment for span in spans for moment in span]
+    whole = max(ends, default=0.0) - min(ends, default=0.0)
+    if not whole:
         return None
-    whole = max(end for _, end in spans) - min(start for start, _ in spans)
     found = {}
     for name in dict.fromkeys([*names, *sorted({*computing, *exchanging})]):
         computed = _length(computing[name])
