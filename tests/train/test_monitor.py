@@ -4,6 +4,7 @@ import re
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,23 @@ def test_a_display_that_fails_does_not_stop_the_training(
         "Monitor cannot show the training any more: BrokenPipeError('nobody reads'). "
         "It goes on."
     )
+    assert len(model.history.epoch) == 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+)
+def test_warnings_that_are_errors_do_not_stop_the_training(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(glance: Glance) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr(shown, "show", fail)
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X, Y, batch_size=10, epochs=2, verbose=0, callbacks=[Monitor()])
     assert len(model.history.epoch) == 2
 
 

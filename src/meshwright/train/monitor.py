@@ -124,8 +124,9 @@ class Monitor(keras.callbacks.Callback, Listener):
         """Begins or ends the trace or a look, if it is time to."""
         if self._trace is not None:
             self._trace.before(step, num_steps)
-        if self._sampler is not None:
-            self._sampler.before_steps()
+        sampler = self._sampler  # the thread that hears may take it away
+        if sampler is not None:
+            sampler.before_steps()
 
     def dispatched(self, logs: Any) -> None:
         """Keeps what the trace has to wait for."""
@@ -204,8 +205,9 @@ class Monitor(keras.callbacks.Callback, Listener):
         """Waits for the devices; what they do next is no step of the training."""
         if self._stopwatch is not None:
             self._stopwatch.wait()
-        if self._sampler is not None:
-            self._sampler.after_steps()
+        sampler = self._sampler
+        if sampler is not None:
+            sampler.after_steps()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows what the epoch came to."""

@@ -5,6 +5,7 @@ returns, one after the other, and so knows when the devices were done with it.
 """
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -131,9 +132,18 @@ def _follow(laps: "queue.Queue[Lap | None]", listeners: Sequence[Listener]) -> N
         if _are_done(lap.logs):
             done = replace(lap.dispatch, ended=time.monotonic())
             for listener in listeners:
-                listener.hear(lap._replace(dispatch=done))
+                _tell(listener, lap._replace(dispatch=done))
         laps.task_done()
     laps.task_done()
+
+
+def _tell(listener: Listener, lap: Lap) -> None:
+    """Who fails to hear is shown as any thread that fails; the others go on."""
+    try:
+        listener.hear(lap)
+    except Exception:
+        failed = (*sys.exc_info(), threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(failed))
 
 
 def _are_done(logs: Any) -> bool:
