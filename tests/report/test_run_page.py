@@ -169,6 +169,7 @@ def test_what_is_known_stands_in_it(run: RunRecord) -> None:
         "stage 0  F0 F1",  # the timetable
         "3.60 x",
         "$1.50",
+        "Dollars for an epoch, predicted",
         "60.0 s",
         "75 %",
     ):

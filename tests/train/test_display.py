@@ -43,6 +43,11 @@ def test_a_line_has_all_that_is_known() -> None:
     ]
 
 
+def test_the_useful_share_of_the_time_is_shown_where_it_is_known() -> None:
+    assert str(glance(goodput=0.934)).endswith(" | goodput 93 %, 1:02:05 left")
+    assert str(glance(goodput=0.5, epoch=5, is_end=True)).endswith(" | goodput 50 %")
+
+
 def test_nothing_is_left_of_what_is_over() -> None:
     assert str(glance(epoch=4, is_end=True)).endswith(" left")
     assert "left" not in str(glance(epoch=5, is_end=True))

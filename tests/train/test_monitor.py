@@ -148,6 +148,9 @@ def test_callbacks_that_take_long_are_time_of_python(shown: Shown) -> None:
     make_model().fit(X, Y, batch_size=10, verbose=0, callbacks=[slow, watching])
     (spent,) = watching.spent
     assert spent.host > 0.1
+    goodput = shown.glances[-1].goodput
+    assert goodput is not None
+    assert goodput < spent.devices / spent.seconds + 0.01, "they were idle meanwhile"
 
 
 def test_a_display_that_fails_does_not_stop_the_training(
@@ -225,6 +228,7 @@ def test_a_run_of_a_plain_script_has_files_and_a_report(tmp_path: Path) -> None:
     steps = [line["step"] for line in record.metrics if line["epoch"] == 0]
     assert steps[-1] == 21, "the second fit counts on"
     assert record.variables[0]["name"].startswith("line/")
+    assert 0 < record.metrics[-1]["goodput"] < 1
     assert "This command does it again" in run_page(record)
 
 

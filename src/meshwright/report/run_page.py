@@ -286,6 +286,11 @@ def _scaling(run: RunRecord) -> tuple[Markup, ...]:
         charts.Series("ideal", ideal, True),
     ]
     chart = charts.plot("Speed-up by devices, predicted", lines, "devices", "speed-up")
+    dear = [
+        (f"{row['num_devices']} devices", float(row["epoch_dollars"]))
+        for row in rows
+        if row["epoch_dollars"]
+    ]
     head = ["devices", "speed-up", "efficiency", "step", "$ an hour", "$ an epoch"]
     cells = [
         [
@@ -298,6 +303,8 @@ def _scaling(run: RunRecord) -> tuple[Markup, ...]:
         ]
         for row in rows
     ]
+    if dear:
+        chart += charts.bars("Dollars for an epoch, predicted", dear, " US$")
     return (figure(chart, table(head, cells, "all of it predicted")),)
 
 

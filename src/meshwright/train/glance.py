@@ -41,6 +41,8 @@ class Glance:
     activities: Sequence[Activity] = ()
     sample: Sample | None = None
     """What each device did, once that was looked at."""
+    goodput: float | None = None
+    """The share of all time so far in which the devices took steps."""
     seconds_left: float | None = None
     is_end: bool = False
     """Whether it is the last one of its epoch."""
@@ -93,11 +95,14 @@ class Glance:
 
     @property
     def rest(self) -> str:
-        """How long it will take; empty if nobody knows, or it is over."""
+        """How much of the time was useful, and how long it will take, where known."""
+        words = []
+        if self.goodput is not None:
+            words.append(f"goodput {_percent(self.goodput)}")
         is_over = self.is_end and self.epoch == self.epochs
-        if self.seconds_left is None or is_over:
-            return ""
-        return f"{clock(self.seconds_left)} left"
+        if self.seconds_left is not None and not is_over:
+            words.append(f"{clock(self.seconds_left)} left")
+        return ", ".join(words)
 
 
 def describe(activity: Activity) -> str:

@@ -24,7 +24,7 @@ from meshwright.train.run import current_run
 from meshwright.train.run_files import RunFiles
 from meshwright.train.sampler import Sampler
 from meshwright.train.stopwatch import Lap, Listener, Stopwatch
-from meshwright.train.timeline import Ledger, Spent, complaints
+from meshwright.train.timeline import Ledger, Spent, complaints, spent_on
 from meshwright.train.trace import StepTrace
 from meshwright.train.whereabouts import OCCUPATION, files_of
 
@@ -114,6 +114,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._loggers: list[Logger] = []
         self._step = self._epoch = self._done = self._total = 0
         self._began = self._next = self._next_log = 0.0
+        self._useful = self._until = 0.0
 
     def follow(self, stopwatch: Stopwatch, plan: Mapping[str, Any]) -> None:
         """Called before `fit`, with what follows its steps, and by what it is split."""
@@ -137,6 +138,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         """Called with steps that are done, by a thread."""
         for ledger in (self._of_epoch, self._since_glance, self._since_log):
             ledger.add(lap.dispatch)
+        self._useful += spent_on([lap.dispatch], since=self._until).devices
+        self._until = lap.dispatch.ended
         if self._sampler is not None:
             self._sampler.see(lap.dispatch)
             self._take_sample()
@@ -175,6 +178,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._since_log = Ledger()
         self._meter = ActivityMeter()
         self._newest, self._compiling = Spent(), 0.0
+        self._useful = self._until = 0.0
         self._is_first = True
         self._step = self._epoch = self._done = 0
         self._began = self._next = self._next_log = time.monotonic()
@@ -243,7 +247,7 @@ class Monitor(keras.callbacks.Callback, Listener):
             parts = self.sample.split(spent.share("devices"))
             paces |= {f"{part}_share": round(s, 4) for part, s in parts.items()}
         known = {name: value for name, value in paces.items() if value is not None}
-        told = {**numbers, **known}
+        told = {**numbers, **known, "goodput": round(self._goodput(), 4)}
         step = self._before + self._done
         self._total = step
         if self._files is not None and self._writes:
@@ -340,6 +344,7 @@ class Monitor(keras.callbacks.Callback, Listener):
             spent=self._newest,
             sample=self.sample,
             activities=self._meter.look(),
+            goodput=self._goodput(),
             seconds_left=self._seconds_left(),
             is_end=is_end,
         )
@@ -355,6 +360,16 @@ class Monitor(keras.callbacks.Callback, Listener):
                 display.tell(words)
         for words in complaints:
             display.warn(words)
+
+    def _goodput(self) -> float:
+        """The share of the time in which devices took steps, since the fit began.
+
+        In a run of `meshwright train` it counts from its launch.
+        """
+        run = None if is_apart() else current_run()
+        if run is not None:
+            return run.goodput
+        return self._useful / max(time.monotonic() - self._began, 1e-9)
 
     def _seconds_left(self) -> float | None:
         """By the pace so far, in which nothing is compiled any more.
