@@ -151,6 +151,10 @@ def test_parts_of_the_work_add_up_to_it() -> None:
     assert each.split(0.8) == pytest.approx(
         {"computing": 0.5, "communicating": 0.1, "pausing": 0.2}
     )
+    # Half of the time went into compiling, and nothing into waiting.
+    assert each.split(0.5, compiling=0.5) == pytest.approx(
+        {"computing": 0.25, "communicating": 0.05, "pausing": 0.2}
+    )
     # The devices had less to do than when they were looked at.
     assert each.split(0.3) == pytest.approx(
         {"computing": 0.25, "communicating": 0.05, "pausing": 0}

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.devices.activity import Activity
 from meshwright.devices.occupation import Occupation, Sample
 from meshwright.train.display import Lines, Live, Notebook, make_display
-from meshwright.train.glance import Glance, describe_sample, idle_devices
+from meshwright.train.glance import Glance, complaints_of, describe_sample
 from meshwright.train.timeline import Spent
 
 import pytest
@@ -137,11 +137,18 @@ def test_many_devices_are_told_of_together() -> None:
 
 def test_a_device_that_stands_idle_beside_others_is_told_of() -> None:
     some = {"GPU:0": Occupation(0.9, 0), "GPU:1": Occupation(0, 0.1)}
-    assert idle_devices(Sample(0.2, some)) == [
+    assert complaints_of(Sample(0.2, some)) == [
         "GPU:1 stood idle 90 % of the time, GPU:0 10 %"
     ]
     alike = dict.fromkeys(["GPU:0", "GPU:1"], Occupation(0.3, 0))
-    assert idle_devices(Sample(0.2, alike)) == [], "all pause, which the shares say"
+    assert complaints_of(Sample(0.2, alike)) == [], "all pause, which the shares say"
+
+
+def test_devices_that_mostly_exchange_are_told_of() -> None:
+    each = dict.fromkeys(["GPU:0", "GPU:1"], Occupation(0.3, 0.6))
+    assert complaints_of(Sample(0.2, each)) == [
+        "the devices exchanged values, or waited for each other, 60 % of the time"
+    ]
 
 
 def test_a_notebook_gets_one_text_that_replaces_itself(

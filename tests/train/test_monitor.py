@@ -140,6 +140,19 @@ def test_devices_that_starve_are_told_of(
     assert said
 
 
+def test_what_is_lost_in_short_epochs_counts_together(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.train.timeline.ENOUGH_SECONDS", 1.0)
+    slow = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: time.sleep(0.02)
+    )
+    model, callbacks = make_model(), [slow, Monitor()]
+    model.fit(X, Y, batch_size=10, epochs=20, verbose=0, callbacks=callbacks)
+    said = [words for words in shown.warnings if "waited for Python" in words]
+    assert said, "each epoch took 0.14 s"
+
+
 def test_callbacks_that_take_long_are_time_of_python(shown: Shown) -> None:
     slow = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: time.sleep(0.02)

@@ -3,7 +3,14 @@
 import threading
 from typing import Any
 
-from meshwright.train.timeline import Dispatch, Ledger, Spent, complaints, spent_on
+from meshwright.train.timeline import (
+    Dispatch,
+    Ledger,
+    Spent,
+    complaints,
+    is_enough,
+    spent_on,
+)
 
 import pytest
 
@@ -105,10 +112,16 @@ def test_what_slows_down_is_said(spent: Spent, words: str) -> None:
 @pytest.mark.parametrize(
     ("spent", "is_first"),
     [
-        (Spent(devices=1.0, input=1.0), False),  # too short a while
         (Spent(devices=9.0, input=1.0), False),  # too small a share
         (Spent(devices=1.0, compile=9.0), True),  # as it has to be
     ],
 )
 def test_nothing_is_said_without_need(spent: Spent, is_first: bool) -> None:
     assert complaints(spent, is_first) == []
+
+
+def test_short_whiles_are_not_judged_but_add_up() -> None:
+    short = Spent(steps=1, devices=2.0, input=1.0)
+    assert not is_enough(short)
+    assert is_enough(short + short)
+    assert (short + short).steps == 2

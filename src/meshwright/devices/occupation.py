@@ -59,14 +59,19 @@ class Sample:
     """How long the while was."""
     devices: Mapping[str, Occupation]
 
-    def split(self, at_work: float) -> dict[str, float]:
+    def split(self, at_work: float, compiling: float = 0.0) -> dict[str, float]:
         """Divides the share of a time in which devices had work.
 
         What they paused is what the sample has more of than was waited for.
 
         Arguments:
             at_work: The share, as steps were timed.
+            compiling: The share in which programs were compiled, of which samples
+                know nothing.
         """
+        rest = 1.0 - compiling
+        if compiling and rest > 0:
+            return {p: s * rest for p, s in self.split(at_work / rest).items()}
         each = self.devices.values()
         computing = sum(d.computing for d in each) / len(each)
         communicating = sum(d.communicating for d in each) / len(each)

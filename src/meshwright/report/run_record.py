@@ -129,7 +129,8 @@ class RunRecord:
         }
         if self.occupation is None:
             return found
-        return {**self.occupation.split(found.pop("devices")), **found}
+        at_work = found.pop("devices")
+        return {**self.occupation.split(at_work, found["compile"]), **found}
 
     @property
     def wall_seconds(self) -> float:

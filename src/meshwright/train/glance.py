@@ -89,7 +89,8 @@ class Glance:
         """Where the time goes."""
         found = {name: self.spent.share(part) for part, name in _NAMES.items()}
         if self.sample is not None:
-            found = self.sample.split(found.pop(_NAMES["devices"])) | found
+            at_work = found.pop(_NAMES["devices"])
+            found = self.sample.split(at_work, found[_NAMES["compile"]]) | found
         shown = {name: round(100 * share) for name, share in found.items()}
         return ", ".join(f"{name} {share} %" for name, share in shown.items() if share)
 
@@ -120,7 +121,7 @@ def describe(activity: Activity) -> str:
 
 MOST_DEVICES = 4
 """More of them are told of together."""
-_IDLE, _MUCH_LESS = 0.5, 0.4
+_IDLE, _MUCH_LESS, _MUCH = 0.5, 0.4, 0.4
 
 
 def describe_sample(sample: Sample) -> list[str]:
@@ -150,12 +151,14 @@ def describe_sample(sample: Sample) -> list[str]:
     return found
 
 
-def idle_devices(sample: Sample) -> list[str]:
-    """Devices that stand idle much more than others, in words.
+def complaints_of(sample: Sample) -> list[str]:
+    """Devices that stand idle much more than others, or mostly exchange, in words.
 
     >>> from meshwright.devices.occupation import Occupation
-    >>> idle_devices(Sample(0.2, {"GPU:0": Occupation(0.9, 0), "GPU:1": Occupation(0.1, 0)}))
+    >>> complaints_of(Sample(0.2, {"GPU:0": Occupation(0.9, 0), "GPU:1": Occupation(0.1, 0)}))
     ['GPU:1 stood idle 90 % of the time, GPU:0 10 %']
+    >>> complaints_of(Sample(0.2, {"GPU:0": Occupation(0.2, 0.7)}))
+    ['the devices exchanged values, or waited for each other, 70 % of the time']
     """  # noqa: E501
     name, busiest = min(sample.devices.items(), key=lambda pair: pair[1].idle)
     idle = [
@@ -163,9 +166,12 @@ def idle_devices(sample: Sample) -> list[str]:
         for other, each in sample.devices.items()
         if each.idle > _IDLE and each.idle - busiest.idle > _MUCH_LESS
     ]
-    return (
-        [f"{', '.join(idle)}, {_short(name)} {_percent(busiest.idle)}"] if idle else []
-    )
+    if idle:
+        return [f"{', '.join(idle)}, {_short(name)} {_percent(busiest.idle)}"]
+    exchanged = [each.communicating for each in sample.devices.values()]
+    share = sum(exchanged) / len(exchanged)
+    what = "the devices exchanged values, or waited for each other,"
+    return [f"{what} {_percent(share)} of the time"] if share > _MUCH else []
 
 
 def _range(shares: Sequence[float]) -> str:

@@ -17,14 +17,20 @@ from meshwright.devices.apart import is_apart
 from meshwright.devices.occupation import Sample
 from meshwright.errors import ConfigurationError, MonitorWarning
 from meshwright.train.display import HOWS, Display, How, make_display
-from meshwright.train.glance import Glance, describe_sample, idle_devices
+from meshwright.train.glance import Glance, complaints_of, describe_sample
 from meshwright.train.loggers import Logger, adapt
 from meshwright.train.model_state import KINDS, named_values
 from meshwright.train.run import current_run
 from meshwright.train.run_files import RunFiles
 from meshwright.train.sampler import Sampler
 from meshwright.train.stopwatch import Lap, Listener, Stopwatch
-from meshwright.train.timeline import Ledger, Spent, complaints, spent_on
+from meshwright.train.timeline import (
+    Ledger,
+    Spent,
+    complaints,
+    is_enough,
+    spent_on,
+)
 from meshwright.train.trace import StepTrace
 from meshwright.train.whereabouts import OCCUPATION, files_of
 
@@ -178,6 +184,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._since_log = Ledger()
         self._meter = ActivityMeter()
         self._newest, self._compiling = Spent(), 0.0
+        self._unjudged = Spent()
         self._useful = self._until = 0.0
         self._is_first = True
         self._step = self._epoch = self._done = 0
@@ -244,7 +251,8 @@ class Monitor(keras.callbacks.Callback, Listener):
         spent = self._since_log.take()
         paces = spent.to_json() if spent.steps else {}
         if self.sample is not None and spent.steps:
-            parts = self.sample.split(spent.share("devices"))
+            shares = spent.share("devices"), spent.share("compile")
+            parts = self.sample.split(*shares)
             paces |= {f"{part}_share": round(s, 4) for part, s in parts.items()}
         known = {name: value for name, value in paces.items() if value is not None}
         told = {**numbers, **known, "goodput": round(self._goodput(), 4)}
@@ -333,15 +341,18 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._compiling += spent.compile
         # At the end of an epoch all may have been shown already.
         self._newest = spent if spent.steps else self._newest
-        self._say(display, complaints(spent, self._is_first))
-        self._is_first = False
+        self._unjudged += spent
+        if is_enough(self._unjudged):
+            self._say(display, complaints(self._unjudged, self._is_first))
+            self._unjudged, self._is_first = Spent(), False
+        self._tell_sample(display)
         glance = Glance(
             epoch=self._epoch + 1,
             epochs=self.params["epochs"],
             step=self._step,
             steps=self.params["steps"],
             numbers=numbers,
-            spent=self._newest,
+            spent=self.spent[-1] if is_end else self._newest,
             sample=self.sample,
             activities=self._meter.look(),
             goodput=self._goodput(),
@@ -352,14 +363,17 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._next = time.monotonic() + display.every
 
     def _say(self, display: Display, complaints: list[str]) -> None:
-        """Says what slows the training down, and what a new sample shows."""
-        if self.sample is not None and self.sample is not self._shown:
-            self._shown = self.sample
-            complaints = [*complaints, *idle_devices(self.sample)]
-            for words in describe_sample(self.sample):
-                display.tell(words)
+        """Says what slows the training down."""
         for words in complaints:
             display.warn(words)
+
+    def _tell_sample(self, display: Display) -> None:
+        """Says what a new sample shows."""
+        if self.sample is not None and self.sample is not self._shown:
+            self._shown = self.sample
+            for words in describe_sample(self.sample):
+                display.tell(words)
+            self._say(display, complaints_of(self.sample))
 
     def _goodput(self) -> float:
         """The share of the time in which devices took steps, since the fit began.

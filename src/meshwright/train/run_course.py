@@ -160,7 +160,7 @@ class RunCourse(Course, Listener):
             self._has_told_where = True
             for name, values in files_of(self._model):
                 self._run.write(name, values)
-        self._log(epoch, _numbers_in(logs))
+        self._log(self._run.step, epoch, _numbers_in(logs))
 
     def end(self) -> None:
         """Saves what the fit has led to, or gives back what it led to before."""
@@ -293,16 +293,16 @@ class RunCourse(Course, Listener):
             self._refuse_loss(pending.step, f"a loss of {loss}")
         self._host_logs = _numbers_in(logs)
         if time.monotonic() - self._logged_at >= LOG_SECONDS:
-            self._log(self._epoch or 0, self._host_logs)
+            self._log(pending.step, self._epoch or 0, self._host_logs)
 
-    def _log(self, epoch: int, logs: Mapping[str, float]) -> None:
+    def _log(self, step: int, epoch: int, logs: Mapping[str, float]) -> None:
         run, self._logged_at = self._run, time.monotonic()
         if run.metrics is not None:
             facts: dict[str, Any] = {"time": time.time(), **logs}
             facts["goodput"] = round(run.goodput, 4)
             spent = self._ledger.take()
             facts |= spent.to_json() if spent.steps else {}
-            run.metrics.add(run.step, epoch, **facts)
+            run.metrics.add(step, epoch, **facts)
 
     def _refuse_loss(self, step: int, what: str) -> None:
         policy = self._run.orders.on_nan

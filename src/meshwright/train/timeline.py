@@ -42,6 +42,11 @@ class Spent:
     compile: float = 0.0
     """A program was compiled, and ran for the first time."""
 
+    def __add__(self, other: "Spent") -> "Spent":
+        """What both went into."""
+        sums = {f: getattr(self, f) + getattr(other, f) for f in self.__slots__}
+        return Spent(**sums)
+
     @property
     def seconds(self) -> float:
         """All together."""
@@ -137,8 +142,15 @@ TOO_MUCH = 0.2
 """Nor are smaller shares of the time."""
 
 
+def is_enough(spent: Spent) -> bool:
+    """Whether a while was long enough to be judged."""
+    return spent.seconds >= ENOUGH_SECONDS
+
+
 def complaints(spent: Spent, is_first: bool) -> list[str]:
     """What slows a training down beside the devices, in words.
+
+    It takes a while that `is_enough` to say so.
 
     Arguments:
         spent: What a while went into.
@@ -148,8 +160,6 @@ def complaints(spent: Spent, is_first: bool) -> list[str]:
     >>> complaints(slow, is_first=False)
     ['the devices waited for data 50 % of the time']
     """
-    if spent.seconds < ENOUGH_SECONDS:
-        return []
     words = {
         "input": "the devices waited for data {} % of the time",
         "host": "the devices waited for Python {} % of the time",
