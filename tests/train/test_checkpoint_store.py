@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -386,18 +388,49 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["50", "60"]
 
 
+ENDS_DURING_A_SAVE = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp
+from meshwright.train.checkpoint_store import CheckpointStore, Snapshot
+store = CheckpointStore(Path('checkpoints'))
+arrays = {f'large_{i}': jnp.ones(1 << 22) for i in range(5)}
+store.save(Snapshot(1, arrays, {}, {}))
+"""
+
+
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("sys.exit(75)", 75), ("raise RuntimeError('enough')", 1)],
+    ids=["ends", "exits", "fails"],
+)
+def test_a_worker_that_ends_during_a_save_completes_it(
+    tmp_path: Path, end: str, status: int
+) -> None:
+    # faults.md row 34
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_DURING_A_SAVE + end)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.launch.worker", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stderr
+    assert "was not saved" not in done.stderr
+    assert names_in(tmp_path / "checkpoints") == ["1"]
+    assert not damage_of(tmp_path / "checkpoints/1")
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="no thread starts any more when Python ends"
+)
 def test_a_script_that_ends_during_a_save_completes_it(
     run_script: Run, tmp_path: Path
 ) -> None:
     # faults.md row 34
-    run_script(
-        "from pathlib import Path\n"
-        "import jax.numpy as jnp\n"
-        "from meshwright.train.checkpoint_store import CheckpointStore, Snapshot\n"
-        "store = CheckpointStore(Path('checkpoints'))\n"
-        "arrays = {f'large_{i}': jnp.ones(1 << 22) for i in range(5)}\n"
-        "store.save(Snapshot(1, arrays, {}, {}))\n"
-    )
+    run_script(ENDS_DURING_A_SAVE)
     assert names_in(tmp_path / "checkpoints") == ["1"]
     assert not damage_of(tmp_path / "checkpoints/1")

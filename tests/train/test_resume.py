@@ -282,8 +282,11 @@ def test_on_other_devices_it_is_equal_to_float_tolerance(tmp_path: Path) -> None
     for strategy, step in others:
         interrupt(train_on(strategy), tmp_path / "b", step, save_every=1)
     found = in_one_go(train_on(STRATEGIES["single"]), tmp_path / "b", save_every=1)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        # The bias in front of BatchNormalization has a gradient of zero, and Adam makes
+        # steps of the noise that is left.
+        if number != 1:
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_an_epoch_goes_on_over_data_of_its_size_only(tmp_path: Path) -> None:

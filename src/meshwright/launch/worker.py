@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> NoReturn:
     except BaseException as error:
         _fail(describe(error, script), is_joined)
     line.enter("end")
+    _complete_saves()
     _flush()
     if is_joined:
         _leave()
@@ -148,7 +149,16 @@ def _fail(told: dict[str, Any], is_joined: bool) -> NoReturn:
     line.say(failure=told)
     if is_joined:
         os._exit(told["exit_code"])
+    _complete_saves()
     sys.exit(told["exit_code"])
+
+
+def _complete_saves() -> None:
+    """Completes what is under way, while Python can still start threads for it."""
+    stores = sys.modules.get("meshwright.train.checkpoint_store")
+    if stores is not None:
+        with contextlib.suppress(Exception):  # of warnings that are errors
+            stores.complete_saves()
 
 
 def _die_with_the_launcher() -> None:

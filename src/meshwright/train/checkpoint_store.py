@@ -77,6 +77,9 @@ class Outcome:
     """How long it took, beside the training."""
 
 
+_stores: "weakref.WeakSet[CheckpointStore]" = weakref.WeakSet()
+
+
 class CheckpointStore:
     """The checkpoints of a run, in a folder that all its processes share.
 
@@ -115,7 +118,7 @@ class CheckpointStore:
         self._failure: CheckpointError | None = None
         self._warnings: list[str] = []
         self._damaged: set[int] = set()
-        _wait_at_exit(self)
+        _stores.add(self)
 
     @property
     def failure(self) -> CheckpointError | None:
@@ -310,19 +313,16 @@ class CheckpointStore:
         )
 
 
-def _wait_at_exit(store: CheckpointStore) -> None:
-    """Completes a save that is under way when the script ends.
+def complete_saves() -> None:
+    """Completes the saves that are under way; called when a script ends."""
+    for store in list(_stores):
+        store.wait()
 
-    Orbax uses Python's thread pools, which are closed before threads are waited for.
-    Only what is registered here comes before that; it has no public name.
-    """
-    known = weakref.ref(store)
 
-    def wait() -> None:
-        if (living := known()) is not None:
-            living.wait()
-
-    threading._register_atexit(wait)  # type: ignore[attr-defined]
+# Orbax uses Python's thread pools, which are closed before threads are waited for. Only
+# what is registered here comes before that; it has no public name. From Python 3.12 on
+# it comes too late for threads to start, so workers complete their saves before.
+threading._register_atexit(complete_saves)  # type: ignore[attr-defined]
 
 
 def _num_bytes(snapshot: Snapshot) -> int:
