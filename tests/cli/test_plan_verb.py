@@ -203,7 +203,7 @@ def test_the_timetable_stands_before_the_last_line(
     assert "\nThe plan has no stages, so there is no timetable.\n" in out
 
 
-FORM = "rule: A model is given as FILE.py:FUNCTION, a function without arguments."
+FORM = "rule: A model or its data is given as FILE.py:FUNCTION, without arguments."
 EXAMPLE = "fix: Write, for example, examples/resnet50.py:make_model."
 RESULT = "rule: The function returns a compiled and built Keras model."
 
@@ -265,7 +265,7 @@ def test_the_function_must_be_in_the_file(
 def test_an_error_in_the_file_is_shown_with_its_line(
     model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fix = f"fix: Run it by itself to see the whole error: python {model_file}"
+    fix = "fix: Write --debug before the verb to see the whole error."
     model_file.write_text("import os\n1 / 0\n")
     assert refused(capsys, f"{model_file}:make_model", "--batch", 8) == [
         f"error: {model_file} failed in line 2: ZeroDivisionError: division by zero",

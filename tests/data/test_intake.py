@@ -246,6 +246,26 @@ def test_data_without_a_batch_is_refused(make_data: Any, kind: str, verb: str) -
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, "8", True])
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_batch_has_a_whole_number_of_samples(verb: str, size: Any) -> None:
+    given = (X,) if verb == "predict" else (X, Y)
+    with pytest.raises(DataError) as caught:
+        getattr(distributed(), verb)(*given, batch_size=size, verbose=0)
+    assert str(caught.value).split("\n") == [
+        f"{verb} received batch_size={size!r} (a {type(size).__name__}).",
+        "It is the number of samples of a batch, a whole number from 1.",
+        "Use batch_size=32, or leave it out, which means 32.",
+    ]
+
+
+def test_the_batches_of_a_validation_have_samples_too() -> None:
+    with pytest.raises(DataError, match="validation_batch_size=0"):
+        distributed().fit(
+            X, Y, validation_data=(X, Y), validation_batch_size=0, verbose=0
+        )
+
+
 def test_an_iterator_that_is_used_up_ends_training_as_in_keras() -> None:
     model = distributed()
     with pytest.warns(UserWarning, match="ran out of data"):

@@ -434,7 +434,19 @@ def test_a_model_without_a_strategy_cannot_be_followed() -> None:
     assert [found.received, found.rule, found.change] == [
         "Monitor was given to a fit of 'plain', which has no strategy.",
         "It follows the steps of models that a strategy trains.",
-        "Use mw.distribute(model, mw.Single()) first, or leave the monitor out.",
+        "Use mw.distribute(model, mw.Single()) first (mw.Single('GPU:1') for another "
+        "device than the first one), or leave the monitor out.",
+    ]
+
+
+def test_a_run_is_the_name_of_a_folder() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        Monitor(run=3)  # type: ignore[arg-type]
+    found = raised.value
+    assert [found.received, found.rule, found.change] == [
+        "Monitor received run=3 (a int).",
+        "It is a folder, which is made if it is not there.",
+        "Use, for example, run='runs/mine'.",
     ]
 
 

@@ -26,6 +26,7 @@ SECONDS = 2.0
 """For so long each part is looked at, if the data lasts."""
 
 ARRAYS = "arrays"
+MADE_UP = "made-up"
 
 ENOUGH = 0.9
 """Data that comes this much as fast as it is used is called fast enough."""
@@ -71,9 +72,16 @@ class Feeding:
 
     def advice(self) -> str:
         """What follows from the figures."""
+        if not self.starves and self.kind.startswith(MADE_UP):
+            return "Arrays would be fast enough. Name the data that you train on."
         if not self.starves:
             return "The data is fast enough: the devices do not wait for it."
         lost = f"The devices wait for data for {format_share(self.waiting)} of the time"
+        if self.kind.startswith(MADE_UP):
+            return (
+                f"{lost} where arrays like these are moved onto them. Name the data "
+                "that you train on to know how that does."
+            )
         if self.kind == ARRAYS:
             return (
                 f"{lost} if the arrays do not fit onto them. If they do, fit keeps "
@@ -143,10 +151,12 @@ def measure_feeding(
         batch_size: Samples of a batch, if the data is arrays.
     """
     check_question("bench", model, batch_size)
+    is_made_up = data is None
     if data is None:
         shapes = batch_shapes(model, None, 8 * batch_size)
         data = jax.tree.map(lambda each: np.zeros(each.shape, each.dtype), shapes)
     kind, open_again = _opened(data, batch_size)
+    kind = f"{MADE_UP} {kind}, since no data was named" if is_made_up else kind
     first: Any = next(iter(open_again()), None)
     if first is None:
         refuse_empty(data, "bench")

@@ -42,10 +42,12 @@ class Fleet:
         """What readers of figures of these devices have to know."""
         if self.here is None or not self.here.shares_cores:
             return ()
-        found = (
-            "These devices share the cores of one CPU: more of them add no speed, so "
-            "measured figures show what splitting costs, not what it brings.",
+        found: tuple[str, ...] = (
+            "These devices share the cores of one CPU, so measured figures say what "
+            "splitting does there, and not what devices of their own would bring.",
         )
+        if self.counts == (1,):
+            found = ()
         unknown = "No times are predicted for stand-ins, since there is no such GPU."
         return (*found, unknown) if self.is_of_stand_ins else found
 
@@ -80,7 +82,8 @@ def fleet_of(
             f"{most} devices were asked for, and {chosen} has {chosen.num_devices}.",
             "More devices than are here can be predicted for if the catalog knows "
             "their kind.",
-            f"Ask for up to {chosen.num_devices}, or for a machine as '8xH200'.",
+            f"Ask for up to {chosen.num_devices}, for a machine as '8xH200', or let a "
+            f"CPU play several: MESHWRIGHT_VIRTUAL={most}.",
         )
     larger = parse_machine(f"{most}x{chosen.accelerator.name}", price=price)
     return Fleet(numbers, here, larger)

@@ -89,19 +89,27 @@ class Scaling:
             f"{self.model}, {what}, {origin}",
             _SCALING_COLUMNS,
             tuple(map(self._figures, rows)),
-            (f"An epoch has {self.samples:,} samples.", *self._notes(origin)),
+            (
+                f"An epoch has {self.samples:,} samples.",
+                "Each number of devices has the plan that is predicted to be fastest.",
+                *(("Bottlenecks are predicted.",) if self._tells_parts(origin) else ()),
+                *self._notes(origin),
+            ),
             wide="plan",
         )
+
+    def _tells_parts(self, origin: str) -> bool:
+        return origin == MEASURED and not self.fleet.is_of_stand_ins
 
     def _notes(self, origin: str) -> tuple[str, ...]:
         if origin == PREDICTED:
             return (f"Predictions: {self.source}.",)
-        parts = () if self.fleet.is_of_stand_ins else ("Bottlenecks are predicted.",)
-        return (*parts, *self.fleet.notes)
+        return self.fleet.notes
 
     def _figures(self, row: ScalingRow) -> dict[str, Any]:
         """What a row knows, by the keys of columns."""
         candidate = row.candidate
+        is_shared = self.fleet.here is not None and self.fleet.here.shares_cores
         knows_parts = not (candidate.fits and self.fleet.is_of_stand_ins)
         return {
             "devices": candidate.num_devices,
@@ -116,7 +124,8 @@ class Scaling:
             "speed_up": row.speed_up,
             "efficiency": row.efficiency,
             "bottleneck": bottleneck(candidate) if knows_parts else None,
-            "best_return": row.is_best_return or None,
+            # Of devices that share cores none is worth more than another.
+            "best_return": (row.is_best_return and not is_shared) or None,
         }
 
 

@@ -1,5 +1,6 @@
 """`meshwright bench`."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from meshwright.bench.fleet import Fleet, fleet_of
 from meshwright.bench.scaling import Scaling, measure_scaling
 from meshwright.bench.table import Table
 from meshwright.cli.model_file import load_function, load_model
-from meshwright.cli.output import json_option, print_json, write_page
+from meshwright.cli.output import check_page, json_option, print_json, write_page
 from meshwright.report.bench_page import bench_page
 
 import click
@@ -29,6 +30,12 @@ class Counts(click.ParamType[tuple[int, ...]]):
             return tuple(int(each) for each in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is no list of numbers as 1,2,4,8", *where)
+
+
+def _check_target(context: Any, option: Any, html: Path | None) -> Path | None:
+    if html is not None:
+        check_page(html, "The benchmark", "--html")
+    return html
 
 
 def _options(*names: str) -> Callable[[Any], Any]:
@@ -74,6 +81,7 @@ def _options(*names: str) -> Callable[[Any], Any]:
             "--html",
             metavar="FILE.html",
             type=click.Path(path_type=Path),
+            callback=_check_target,
             help="Write a page with charts besides, which needs nothing else.",
         ),
     }
@@ -85,6 +93,9 @@ def _options(*names: str) -> Callable[[Any], Any]:
 
     return add
 
+
+_OURS = "MESHWRIGHT_"
+"""Variables that decide what is measured."""
 
 _MODEL = click.argument("model", metavar="FILE.py:make_model")
 
@@ -194,5 +205,6 @@ def _print(tables: Sequence[Table], markdown: bool, as_json: bool) -> None:
 def _write(html: Path | None, title: str, tables: Sequence[Table]) -> None:
     """Writes the page, if one is wanted."""
     if html is not None:
-        words = ["meshwright", *sys.argv[1:]]
+        set_here = [f"{n}={v}" for n, v in os.environ.items() if n.startswith(_OURS)]
+        words = [*sorted(set_here), "meshwright", *sys.argv[1:]]
         write_page(html, bench_page(title, tables, words), "The benchmark", "--html")

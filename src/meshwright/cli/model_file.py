@@ -14,7 +14,7 @@ from meshwright.models.profile import build_abstractly
 
 import jax
 
-_FORM = "A model is given as FILE.py:FUNCTION, a function without arguments."
+_FORM = "A model or its data is given as FILE.py:FUNCTION, without arguments."
 _EXAMPLE = "Write, for example, examples/resnet50.py:make_model."
 _RESULT = "The function returns a compiled and built Keras model."
 
@@ -151,7 +151,7 @@ def _failure(what: str, error: Exception, path: Path, rule: str) -> ModelFileErr
     return ModelFileError(
         f"{what} failed{_place(error, path)}: {type(error).__name__}{message}",
         rule,
-        f"Run it by itself to see the whole error: python {path}",
+        "Write --debug before the verb to see the whole error.",
     )
 
 

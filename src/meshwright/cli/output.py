@@ -1,6 +1,7 @@
 """What the verbs have in common when they print."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,24 @@ def write_page(target: Path, text: str, what: str, option: str) -> None:
     try:
         write_text(target, text)
     except OSError as error:
-        raise RunError(
-            f"{what} was to be written to {str(target)!r}: {error.strerror}.",
-            "It is one file in a folder that exists and can be written to.",
-            f"Choose another place with {option} FILE.html.",
-        ) from error
+        why = str(error.strerror)
+        raise _no_page(target, what, option, why) from error
+
+
+def check_page(target: Path, what: str, option: str) -> None:
+    """Refuses a place where a page cannot be, before the work that it is to show."""
+    if not os.access(target.parent, os.W_OK):
+        missing = "No such file or directory"
+        why = "Permission denied" if target.parent.is_dir() else missing
+        raise _no_page(target, what, option, why)
+
+
+def _no_page(target: Path, what: str, option: str, why: str) -> RunError:
+    return RunError(
+        f"{what} was to be written to {str(target)!r}: {why}.",
+        "It is one file in a folder that exists and can be written to.",
+        f"Choose another place with {option} FILE.html.",
+    )
 
 
 def explain(received: str, rule: str, change: str) -> None:

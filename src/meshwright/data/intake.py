@@ -33,7 +33,9 @@ from meshwright.data.streams import (
 from meshwright.data.tally import Tally
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import adapt_arrays, arrays_behind
+from meshwright.devices.sizes import is_count
 from meshwright.devices.step import batch_size
+from meshwright.errors import DataError
 
 _ARRAYS = "_meshwright_arrays"
 
@@ -150,6 +152,8 @@ class Intake:
 
     def take(self, arguments: dict[str, Any]) -> None:
         """Checks the arguments of the call, and replaces what Keras does not know."""
+        for name in ("batch_size", "validation_batch_size"):
+            _check_size(self._verb, name, arguments.get(name))
         share_random_state()
         self.pace.listen(arguments.get("callbacks"))
         parts = Parts(*(arguments.get(name) for name in Parts._fields))
@@ -293,3 +297,14 @@ def _arrays_of(adapter: Any) -> ArraysInMemory | None:
         setattr(adapter, _ARRAYS, data)
     found: ArraysInMemory | None = getattr(adapter, _ARRAYS)
     return found
+
+
+def _check_size(verb: str, name: str, size: Any) -> None:
+    """Refuses what is no number of samples; Keras takes 0 for 32."""
+    if size is None or (is_count(size) and size > 0):
+        return
+    raise DataError(
+        f"{verb} received {name}={size!r} (a {type(size).__name__}).",
+        "It is the number of samples of a batch, a whole number from 1.",
+        f"Use {name}=32, or leave it out, which means 32.",
+    )

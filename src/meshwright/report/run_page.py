@@ -69,7 +69,9 @@ def _summary(run: RunRecord) -> tuple[Markup, ...]:
             if name.removeprefix("val_") in run.names and last[name] is not None
         }
         if last.get("goodput") is not None:
-            found["useful share of the time (goodput)"] = format_share(last["goodput"])
+            share = format_share(last["goodput"])
+            rest = "the rest went into starting, compiling, validation and saving"
+            found["time in which steps were taken (goodput)"] = f"{share}; {rest}"
     found["strategy"] = run.plan.get("strategy", "unknown")
     found["devices"] = ", ".join(map(_short, run.plan.get("devices", []))) or "unknown"
     if run.wall_seconds:
@@ -155,7 +157,7 @@ def _occupation(run: RunRecord) -> tuple[Markup, ...]:
         _short(name): [100 * getattr(each, part) for part in parts]
         for name, each in sample.devices.items()
     }
-    title = "What each device did"
+    title = "What each device did, and how much of the time that was"
     chart = charts.stacked(title, list(shares.items()), parts, " %", rest="idle")
     rows = [[name, *(f"{s:.1f} %" for s in each)] for name, each in shares.items()]
     words = (

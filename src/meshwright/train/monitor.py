@@ -96,7 +96,7 @@ class Monitor(keras.callbacks.Callback, Listener):
         histograms: bool = False,
         profile: tuple[int, int] | None = None,
         folder: str | Path = "profile",
-        look_after: float | None = 5.0,
+        look_after: float | None = 1.0,
     ) -> None:
         super().__init__()
         if display not in HOWS:
@@ -108,6 +108,12 @@ class Monitor(keras.callbacks.Callback, Listener):
         self._how = display
         self._look_after = look_after if profile is None else None
         self._given = [adapt(each) for each in loggers]
+        if run is not None and not isinstance(run, str | Path):
+            raise ConfigurationError(
+                f"Monitor received run={run!r} (a {type(run).__name__}).",
+                "It is a folder, which is made if it is not there.",
+                "Use, for example, run='runs/mine'.",
+            )
         self._files = None if run is None else RunFiles(run)
         self._histograms = histograms
         self._trace = None if profile is None else StepTrace(profile, folder)
@@ -176,8 +182,8 @@ class Monitor(keras.callbacks.Callback, Listener):
                 f"Monitor was given to a fit of {self.model.name!r}, which has no "
                 "strategy.",
                 "It follows the steps of models that a strategy trains.",
-                "Use mw.distribute(model, mw.Single()) first, or leave the monitor "
-                "out.",
+                "Use mw.distribute(model, mw.Single()) first (mw.Single('GPU:1') for "
+                "another device than the first one), or leave the monitor out.",
             )
         self.spent.clear()
         self._of_epoch, self._since_glance = Ledger(), Ledger()
