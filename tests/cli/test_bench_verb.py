@@ -113,6 +113,14 @@ def test_a_page_that_cannot_be_written_is_an_error_with_the_way_out(
     )
 
 
+def test_input_is_a_table_for_a_page_of_text_too(call: Call) -> None:
+    data = f"{TOYS}:make_data"
+    status, out, _ = call("input", MODEL, "--data", data, "--batch", "16", "--markdown")
+    assert status == 0
+    assert out.startswith("### toy, ")
+    assert "| part | samples/s |" in out
+
+
 def test_lists_that_are_none_and_devices_that_are_missing_are_usage_errors(
     call: Call,
 ) -> None:

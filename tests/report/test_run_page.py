@@ -228,6 +228,15 @@ def test_without_the_compiler_s_account_the_memory_of_variables_is_shown(
     assert "By the account" not in page.text
 
 
+def test_long_tables_open_at_a_click(run: RunRecord) -> None:
+    assert "<summary>3 variables" not in run_page(run)
+    variables = [variable(f"layer_{i}/kernel", "parameters", 64) for i in range(21)]
+    (run.folder / "placement.json").write_text(json.dumps(variables))
+    text = run_page(RunRecord.read(run.folder))
+    assert "<details><summary>21 variables</summary>" in text
+    assert "layer_20/kernel" in text
+
+
 def test_shares_are_of_the_time_that_was_measured(tmp_path: Path) -> None:
     lines = [line(1, 0), line(3, 1, devices_share=1.0, input_share=0.0)]
     found = write_run(tmp_path / "run", metrics=lines).shares

@@ -174,9 +174,14 @@ def strategies(
 
 @bench.command("input")
 @_MODEL
-@_options("batch", "data", "html")
+@_options("batch", "data", "markdown", "html")
 def input_(
-    model: str, batch: int, data: str | None, html: Path | None, as_json: bool
+    model: str,
+    batch: int,
+    data: str | None,
+    markdown: bool,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Whether data comes as fast as the devices train on it."""
     make_data = None if data is None else load_function(data)
@@ -184,6 +189,8 @@ def input_(
     found = measure_feeding(built, mw.Mirrored(), make_data, batch)
     if as_json:
         print_json(found.to_json())
+    elif markdown:
+        _print(found.tables(), markdown, as_json)
     else:
         click.echo(str(found))
     _write(html, f"{model}: input", found.tables())

@@ -57,7 +57,8 @@ def _speed_up(shown: Table) -> Markup | None:
         return None
     (first, gain), *_ = found
     ideal = [(number, number / first * gain) for number, _ in found]
-    lines = [charts.Series("found", found, True), charts.Series("ideal", ideal, True)]
+    origin = "predicted" if shown.title.endswith("predicted") else "measured"
+    lines = [charts.Series(origin, found, True), charts.Series("ideal", ideal, True)]
     return charts.plot("Speed-up by devices", lines, "devices", "speed-up")
 
 

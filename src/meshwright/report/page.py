@@ -121,6 +121,11 @@ def table(
     ).format(caption, heads, body)
 
 
+def folded(summary: str, inside: Markup) -> Markup:
+    """What is long, behind a line that opens it."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(summary, inside)
+
+
 def figure(chart: Markup, beneath: Markup, *, is_open: bool = False) -> Markup:
     """A chart, and its figures for who cannot see it, or wants to know exactly."""
     opened = Markup(" open") if is_open else Markup("")

@@ -15,6 +15,7 @@ from meshwright.report.page import (
     command,
     facts,
     figure,
+    folded,
     page,
     paragraph,
     table,
@@ -34,6 +35,9 @@ _WORDS = {
 }
 _MOST_ROWS = 200
 """Longer tables are thinned out; the run folder has everything."""
+
+_MOST_OPEN = 20
+"""Tables with more rows are folded."""
 
 _QUIET_EVENTS = {"saved", "section"}
 
@@ -238,7 +242,7 @@ def _placement(run: RunRecord) -> tuple[Markup, ...]:
         shown, number = len(rows), len(run.variables)
         caption = f"{number} variables" if shown == number else f"{shown} of {number}"
         head = ["variable", "kind", "shape", "on each device", "devices"]
-        parts.append(table(head, rows, caption))
+        parts.append(_perhaps_folded(caption, head, rows))
     return tuple(parts)
 
 
@@ -261,8 +265,18 @@ def _plan(run: RunRecord) -> tuple[Markup, ...]:
     if others:
         rows = [_considered(best), *map(_considered, others[:_MOST_ROWS])]
         head = ["plan", "step, predicted", "memory, predicted", "because"]
-        parts.append(table(head, rows, f"{len(others)} others were considered"))
+        caption = f"{len(others)} others were considered"
+        parts.append(_perhaps_folded(caption, head, rows))
     return tuple(parts)
+
+
+def _perhaps_folded(
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Markup:
+    """A table; one that is long opens at a click."""
+    if len(rows) <= _MOST_OPEN:
+        return table(head, rows, caption)
+    return folded(caption, table(head, rows))
 
 
 def _considered(entry: Mapping[str, Any]) -> list[str]:
