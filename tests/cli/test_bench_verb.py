@@ -97,6 +97,29 @@ def test_every_bench_writes_a_page_with_a_chart(
     assert not re.search(r"(src|href)=", text)
 
 
+def test_a_page_tells_how_to_do_it_again_without_secrets(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    asked = ["scaling", MODEL, "--machine", "2xH200", "--html", str(page)]
+    again = ["meshwright", "bench", *asked, "--token", "hidden-1"]
+    monkeypatch.setattr("sys.argv", again)
+    monkeypatch.setenv("MESHWRIGHT_TOKEN", "hidden-2")
+    monkeypatch.setenv("MESHWRIGHT_CALIBRATION", "here")
+    monkeypatch.setenv("HOME", "hidden-3")
+    assert call(*asked)[0] == 0
+    text = page.read_text()
+    assert "MESHWRIGHT_CALIBRATION=here" in text
+    assert "meshwright bench scaling" in text
+    assert "hidden-" not in text
+
+
+def test_devices_that_share_cores_have_no_best_return(call: Call) -> None:
+    status, out, _ = call("cost", MODEL, "--devices", "1,2", "--batch", "8")
+    assert status == 0
+    assert "best" not in out.lower()
+
+
 def test_a_page_that_cannot_be_written_is_an_error_with_the_way_out(
     call: Call, tmp_path: Path
 ) -> None:

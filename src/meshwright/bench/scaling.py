@@ -63,13 +63,14 @@ class Scaling:
         if price is None:
             dear = "The price of these devices is not known; give one with --price."
         best = "The best return has the greatest product of speed-up and efficiency."
+        told = (dear,) if self._is_shared else (dear, best)
         what = f"{count(self.epochs, 'epoch')} of {self.samples:,} samples"
         return tuple(
             Table(
                 f"{self.model}, the cost of {what}, {origin}",
                 _COST_COLUMNS,
                 tuple(map(self._figures, rows)),
-                (dear, best, *self._notes(origin)),
+                (*told, *self._notes(origin)),
                 wide="plan",
             )
             for origin, rows in self._by_origin(is_weak=False)
@@ -98,6 +99,10 @@ class Scaling:
             wide="plan",
         )
 
+    @property
+    def _is_shared(self) -> bool:
+        return self.fleet.here is not None and self.fleet.here.shares_cores
+
     def _tells_parts(self, origin: str) -> bool:
         return origin == MEASURED and not self.fleet.is_of_stand_ins
 
@@ -109,7 +114,6 @@ class Scaling:
     def _figures(self, row: ScalingRow) -> dict[str, Any]:
         """What a row knows, by the keys of columns."""
         candidate = row.candidate
-        is_shared = self.fleet.here is not None and self.fleet.here.shares_cores
         knows_parts = not (candidate.fits and self.fleet.is_of_stand_ins)
         return {
             "devices": candidate.num_devices,
@@ -125,7 +129,7 @@ class Scaling:
             "efficiency": row.efficiency,
             "bottleneck": bottleneck(candidate) if knows_parts else None,
             # Of devices that share cores none is worth more than another.
-            "best_return": (row.is_best_return and not is_shared) or None,
+            "best_return": (row.is_best_return and not self._is_shared) or None,
         }
 
 

@@ -14,6 +14,7 @@ from meshwright.bench.scaling import Scaling, measure_scaling
 from meshwright.bench.table import Table
 from meshwright.cli.model_file import load_function, load_model
 from meshwright.cli.output import check_page, json_option, print_json, write_page
+from meshwright.cluster.redaction import redact_arguments, redact_environment
 from meshwright.report.bench_page import bench_page
 
 import click
@@ -212,6 +213,7 @@ def _print(tables: Sequence[Table], markdown: bool, as_json: bool) -> None:
 def _write(html: Path | None, title: str, tables: Sequence[Table]) -> None:
     """Writes the page, if one is wanted."""
     if html is not None:
-        set_here = [f"{n}={v}" for n, v in os.environ.items() if n.startswith(_OURS)]
-        words = [*sorted(set_here), "meshwright", *sys.argv[1:]]
+        known = redact_environment(os.environ).items()
+        set_here = [f"{name}={v}" for name, v in known if name.startswith(_OURS)]
+        words = [*set_here, "meshwright", *redact_arguments(sys.argv[1:])]
         write_page(html, bench_page(title, tables, words), "The benchmark", "--html")
