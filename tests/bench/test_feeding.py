@@ -30,8 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arrays_are_made_up_if_there_is_no_data() -> None:
     got = measure_feeding(make_model(), mw.Mirrored(TWO), None, BATCH)
-    assert got.kind == "made-up arrays, since no data was named"
-    assert got.batch_size == BATCH
+    assert (got.kind, got.is_made_up, got.batch_size) == ("arrays", True, BATCH)
+    assert "made-up arrays, since no data was named" in str(got)
     assert "Name the data that you train on" in got.advice()
     assert min(got.reading, got.moving, got.training) > 0
 

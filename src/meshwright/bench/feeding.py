@@ -26,7 +26,6 @@ SECONDS = 2.0
 """For so long each part is looked at, if the data lasts."""
 
 ARRAYS = "arrays"
-MADE_UP = "made-up"
 
 ENOUGH = 0.9
 """Data that comes this much as fast as it is used is called fast enough."""
@@ -50,6 +49,7 @@ class Feeding:
         reading: Samples in a second that come out of the data.
         moving: And onto the devices, by the thread that works ahead of the steps.
         training: That are trained on, if they are there.
+        is_made_up: Whether nobody named data, and arrays were made up.
     """
 
     model: str
@@ -59,6 +59,13 @@ class Feeding:
     reading: float
     moving: float
     training: float
+    is_made_up: bool = False
+
+    @property
+    def data(self) -> str:
+        """What the data is, in words."""
+        made_up = f"made-up {self.kind}, since no data was named"
+        return made_up if self.is_made_up else self.kind
 
     @property
     def starves(self) -> bool:
@@ -72,12 +79,12 @@ class Feeding:
 
     def advice(self) -> str:
         """What follows from the figures."""
-        if not self.starves and self.kind.startswith(MADE_UP):
+        if not self.starves and self.is_made_up:
             return "Arrays would be fast enough. Name the data that you train on."
         if not self.starves:
             return "The data is fast enough: the devices do not wait for it."
         lost = f"The devices wait for data for {format_share(self.waiting)} of the time"
-        if self.kind.startswith(MADE_UP):
+        if self.is_made_up:
             return (
                 f"{lost} where arrays like these are moved onto them. Name the data "
                 "that you train on to know how that does."
@@ -100,7 +107,7 @@ class Feeding:
     def __str__(self) -> str:
         step = format_seconds(self.batch_size / self.training)
         lines = [
-            f"{self.model}, {self.strategy}: {self.kind}, batches of "
+            f"{self.model}, {self.strategy}: {self.data}, batches of "
             f"{self.batch_size:,}; measured here",
             f"  reading   {self.reading:>12,.0f} samples/s",
             f"  moving    {self.moving:>12,.0f} samples/s, reading included",
@@ -116,7 +123,7 @@ class Feeding:
             "training": self.training,
         }
         title = (
-            f"{self.model}, {self.strategy}: {self.kind}, batches of "
+            f"{self.model}, {self.strategy}: {self.data}, batches of "
             f"{self.batch_size:,}; measured here"
         )
         rows = tuple({"part": p, "samples_per_second": r} for p, r in parts.items())
@@ -128,6 +135,7 @@ class Feeding:
             "model": self.model,
             "strategy": self.strategy,
             "kind": self.kind,
+            "is_made_up": self.is_made_up,
             "batch_size": self.batch_size,
             "measured_reading": self.reading,
             "measured_moving": self.moving,
@@ -156,7 +164,6 @@ def measure_feeding(
         shapes = batch_shapes(model, None, 8 * batch_size)
         data = jax.tree.map(lambda each: np.zeros(each.shape, each.dtype), shapes)
     kind, open_again = _opened(data, batch_size)
-    kind = f"{MADE_UP} {kind}, since no data was named" if is_made_up else kind
     first: Any = next(iter(open_again()), None)
     if first is None:
         refuse_empty(data, "bench")
@@ -167,6 +174,7 @@ def measure_feeding(
         model=model.name,
         strategy=repr(strategy),
         kind=kind,
+        is_made_up=is_made_up,
         batch_size=size_of(first),
         reading=_rate(open_again(), size_of),
         moving=_rate(moved, lambda batch: _wait_for(batch, size_of(first))),
