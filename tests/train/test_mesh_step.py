@@ -2,10 +2,13 @@
 
 import importlib
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import meshwright as mw
 from meshwright.devices.strategy_hooks import trace_hooks
+from meshwright.parallel.plan import Plan
+from meshwright.train.mesh_programs import FETCHED_IN_TURN, MeshPrograms
 from meshwright.train.mesh_step import MeshStep
 
 import keras
@@ -23,6 +26,20 @@ def make_step() -> MeshStep:
     step = fitted.train_function.guarded
     assert isinstance(step, MeshStep)
     return step
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_gpu_does_not_fetch_all_state_of_the_host_at_once(offload: bool) -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    gpu = SimpleNamespace(platform="gpu")
+    programs = MeshPrograms(
+        model,
+        SimpleNamespace(__name__="train_step", __wrapped__=model.train_step),
+        Plan(offload=offload),
+        SimpleNamespace(devices=np.array([gpu])),
+    )
+    assert programs._options() == (FETCHED_IN_TURN if offload else None)
 
 
 @pytest.mark.parametrize("measures_kernels", [True, False])

@@ -128,10 +128,24 @@ class MemoryModel:
         held = cut.num_larger * cut.larger // pieces
         held += cut.num_smaller * cut.smaller // rest
         found = program.estimate(cut.larger // pieces, held, plan.fsdp, plan.tensor)
-        # The memory of a CPU is the host's. Elsewhere the state comes when weights are
-        # updated; what else there was is forgotten by then.
-        is_elsewhere = plan.offload and self._platform != "cpu"
-        return replace(found, optimizer=0) if is_elsewhere else found
+        if not plan.offload or self._platform == "cpu":  # whose memory is the host's
+            return found
+        # The state of one weight at a time comes from the host, is renewed, and goes.
+        return replace(found, optimizer=self._most_state_of_a_weight(plan))
+
+    def _most_state_of_a_weight(self, plan: Plan) -> int:
+        splits = self._splits(plan.fsdp, plan.tensor, plan.rules).inputs
+        weights = self._weights_of_slots
+        sizes: Counter[int | None] = Counter()
+        slots = (
+            (each.variable, split)
+            for each, split in zip(self._step(None, False).inputs, splits, strict=True)
+            if each.kind == "slot"
+        )
+        for number, (variable, split) in enumerate(slots):
+            size = prod(variable.shape) * _itemsize(variable)
+            sizes[weights.get(number)] += size // _ways(split, plan.fsdp, plan.tensor)
+        return max(sizes.values(), default=0)
 
     def _stages(self, plan: Plan, batch_size: int) -> list[MemoryEstimate]:
         """What each stage of a pipeline needs."""

@@ -38,6 +38,15 @@ PREDICT_STATES, TEST_STATES, TRAIN_STATES = 2, 3, 4
 """Lists in the states of Keras' steps: weights, others, optimizer, metrics."""
 
 
+FETCHED_IN_TURN = {"xla_gpu_enable_latency_hiding_scheduler": False}
+"""What XLA is told when state comes from the host.
+
+It would fetch all of it at the beginning, to hide how long that takes, and a step would
+need more memory than with the state on the device. Like this, the state of a variable
+comes when the variable is updated.
+"""
+
+
 class MeshPrograms:
     """Makes functions under `jax.jit` of a step of Keras', each once.
 
@@ -206,13 +215,16 @@ class MeshPrograms:
         is_alone = not self._mesh.is_multi_process
         logs = None if predicts and is_alone else replicated(self._mesh)
         out = tuple(list(group) for group in shardings)
-        options = compiler_options(self._mesh)
         return jax.jit(
             self._fetching(run, shardings),
             donate_argnums=0,
             out_shardings=(logs, out),
-            compiler_options=options,
+            compiler_options=self._options(),
         )
+
+    def _options(self) -> dict[str, Any] | None:
+        is_fetched = self._offloads and self._mesh.devices.flat[0].platform == "gpu"
+        return FETCHED_IN_TURN if is_fetched else compiler_options(self._mesh)
 
     def _fetching(
         self, run: Callable[..., Any], shardings: Shardings
