@@ -28,8 +28,13 @@ _CPU_OPTIONS = {
 _UNROLL = {("cpu", "mlp"): 4, ("gpu", "mlp"): 8, ("gpu", "cnn"): 2}
 
 
-def make_floor(job: Job, precision: str) -> tuple[Any, Any, Any]:
-    """The first state, the program of an epoch, and the function that counts hits."""
+def make_floor(
+    job: Job, precision: str, unroll: int | None = None
+) -> tuple[Any, Any, Any]:
+    """The first state, the program of an epoch, and the function that counts hits.
+
+    The loop is unrolled as it is fastest, if `unroll` is left out.
+    """
     forward = {"cnn": _cnn, "mlp": _mlp}[job.name]
     params, stats = {"cnn": _cnn_state, "mlp": _mlp_state}[job.name]()
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
@@ -37,7 +42,11 @@ def make_floor(job: Job, precision: str) -> tuple[Any, Any, Any]:
     backend = jax.default_backend()
     is_cpu_cnn = backend == "cpu" and job.name == "cnn"
     epoch = jax.jit(
-        _epoch(job, _step(forward, precision), _UNROLL.get((backend, job.name), 1)),
+        _epoch(
+            job,
+            _step(forward, precision),
+            unroll or _UNROLL.get((backend, job.name), 1),
+        ),
         donate_argnums=0,
         compiler_options=_CPU_OPTIONS if is_cpu_cnn else None,
     )

@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.data.checks import Parts
 from meshwright.devices.strategy_hooks import trace_hooks
 from meshwright.errors import DataError, MemoryLimitError, PackedTrialsError
-from meshwright.trials import packed_places, packed_room
+from meshwright.trials import packed_places, packed_programs, packed_room
 from meshwright.trials.packed_data import take_data
 from meshwright.trials.packed_steps import TracedModel
 
@@ -100,6 +100,28 @@ def test_members_of_other_values_equal_their_solo_runs() -> None:
     assert [trial.config for trial in trials] == VALUES
     for trial in trials:
         assert_like_solo(trial, make_any, **options)
+
+
+@pytest.mark.parametrize("batch_size", [4, 22])
+def test_members_that_a_gpu_would_give_copies_of_a_shared_batch_equal_their_runs(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of more values than the model has weights stays one."""
+    repeated: list[int] = []
+
+    def count(batch: Any, members: int) -> Any:
+        repeated.append(members)
+        return repeat(batch, members)
+
+    repeat = packed_programs._repeated
+    monkeypatch.setattr(packed_programs, "_repeated", count)
+    monkeypatch.setattr(packed_programs.PackedPrograms, "_is_on_cpu", False)
+    options = {**FIT, "batch_size": batch_size}
+    configs = [value | {"seed": 1} for value in VALUES]
+    trials = mw.packed_trials(make_any, configs, X, Y, **options, devices=TWO[:1])
+    for trial in trials:
+        assert_like_solo(trial, make_any, **options)
+    assert set(repeated) == ({len(configs)} if batch_size == 4 else set())
 
 
 def test_without_shuffling_and_with_a_single_short_batch_members_equal_their_runs() -> (

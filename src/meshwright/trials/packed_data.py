@@ -1,7 +1,10 @@
 """The data that packed members share, and the order in which each goes through it."""
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from math import floor
 from typing import Any
 
@@ -19,6 +22,8 @@ VERB = "packed_trials"
 
 RandomState = Any
 """That of NumPy's generator, from which Keras draws the order of samples."""
+
+Shuffler = np.random.RandomState | np.random.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +124,7 @@ class Orders:
 
     def __init__(self, data: ArraysInMemory, states: Sequence[RandomState]) -> None:
         self._data = data
-        self._generators: list[np.random.RandomState] = []
+        self._generators: list[Shuffler] = []
         self._source: list[int] = []
         numbers: dict[Any, int] = {}
         for state in states:
@@ -127,27 +132,56 @@ class Orders:
             key = (keys.tobytes(), position) if data.shuffle else None
             if key not in numbers:
                 numbers[key] = len(self._generators)
-                generator = np.random.RandomState()
-                generator.set_state(state)
-                self._generators.append(generator)
+                self._generators.append(_shuffler(state))
             self._source.append(numbers[key])
 
     def draw(self, members: Sequence[int]) -> "np.ndarray[Any, Any]":
         """The next order: one for all if they share it, else a row for each."""
         sources = [self._source[member] for member in members]
-        rows = {source: row for row, source in enumerate(dict.fromkeys(sources))}
-        orders = np.empty((len(rows), self._data.num_samples), np.int32)
-        for source, row in rows.items():
-            orders[row] = self._draw(source)
+        rows = {source: row for row, source in enumerate(sources)}
         if len(rows) == 1:
-            return orders[0]
-        return orders[[rows[source] for source in sources]]
+            return self._draw(sources[0])
+        orders = np.empty((len(sources), self._data.num_samples), np.int32)
+
+        def draw(source: int) -> None:
+            orders[rows[source]] = self._draw(source)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(draw, rows))
+        for row, source in enumerate(sources):
+            if row != rows[source]:
+                orders[row] = orders[rows[source]]
+        return orders
 
     def _draw(self, source: int) -> "np.ndarray[Any, Any]":
         number = self._data.num_samples
         if not self._data.shuffle:
-            return np.arange(number)
-        return self._generators[source].permutation(number)
+            return np.arange(number, dtype=np.int32)
+        return self._generators[source].permutation(number).astype(np.int32)
+
+
+def _shuffler(state: RandomState) -> Shuffler:
+    """A generator that goes on from a random state as NumPy's own would."""
+    old = np.random.RandomState()
+    old.set_state(state)
+    return _newer(old) if _shuffles_alike() else old
+
+
+def _newer(old: np.random.RandomState) -> np.random.Generator:
+    """The same as NumPy's newer class, which lets other threads draw meanwhile."""
+    bits = np.random.MT19937()
+    state: Any = old.get_state(legacy=False)
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+@cache
+def _shuffles_alike() -> bool:
+    """Whether both classes of this NumPy draw the same, which it does not promise."""
+    old = np.random.RandomState(0)
+    new = _newer(old)
+    sizes = (1, 2, 1000, 1025, 3)
+    return all((old.permutation(n) == new.permutation(n)).all() for n in sizes)
 
 
 def batch_shapes(data: ArraysInMemory, size: int) -> Any:

@@ -112,8 +112,33 @@ class PackedPrograms:
             return logs, tuple([next(after) for _ in group] for group in state)
 
         best = in_best_form(one, self._places.mesh, in_pairs=False)
-        every = jax.vmap(best, in_axes=(0, 0, None if shares else 0))
-        return lambda state, batch: every(state, constants[key], batch)
+
+        def every(state: Any, batch: Any) -> Any:
+            is_one = shares
+            if shares and self._repeats(state[0], batch):
+                batch, is_one = _repeated(batch, len(jax.tree.leaves(state)[0])), False
+            mapped = jax.vmap(best, in_axes=(0, 0, None if is_one else 0))
+            return mapped(state, constants[key], batch)
+
+        return every
+
+    def _repeats(self, weights: Any, batch: Any) -> bool:
+        """Whether each member gets the shared batch as if it were its own.
+
+        The product of one batch and everybody's weights would be a single one, for
+        which a GPU transposes all weights and back, in each step; with a batch each,
+        it multiplies member by member. Should the compiler write the copies out, they
+        take no more than the weights do. Images stay one: convolutions of many images
+        by many kernels are slow.
+        """
+        leaves = jax.tree.leaves(batch)
+        weight_size = sum(w[0].size for w in jax.tree.leaves(weights))
+        is_small = sum(leaf.size for leaf in leaves) <= weight_size
+        return not self._is_on_cpu and is_small and all(x.ndim <= 2 for x in leaves)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return bool(self._places.mesh.devices.flat[0].platform == "cpu")
 
     def _train(
         self,
@@ -171,9 +196,12 @@ class PackedPrograms:
         return logs, after[1]
 
     def _unroll(self, key: Key) -> int:
-        is_cpu = self._places.mesh.devices.flat[0].platform == "cpu"
         is_small = self._steps[key].flops <= SMALL_STEP_FLOPS
-        return UNROLL_ON_GPU if is_small and not is_cpu else 1
+        return UNROLL_ON_GPU if is_small and not self._is_on_cpu else 1
+
+
+def _repeated(batch: Any, members: int) -> Any:
+    return jax.tree.map(lambda a: jnp.broadcast_to(a, (members, *a.shape)), batch)
 
 
 def _run_all(
