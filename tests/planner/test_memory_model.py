@@ -275,6 +275,24 @@ def test_state_in_the_memory_of_the_host_comes_to_a_gpu_weight_by_weight(
     assert on_cpu.estimate(4096, offload=True) == on_cpu.estimate(4096)
 
 
+def reader() -> keras.Model:
+    """An LSTM, which a single GPU leaves to cuDNN."""
+    model = keras.Sequential([keras.Input((32, 16)), L.LSTM(64), L.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def test_what_cudnn_keeps_of_an_lstm_and_works_in_counts_on_a_single_gpu(
+    known: Get,
+) -> None:
+    each = known(reader, "gpu")
+    alone, beside = each.estimate(256), each.estimate(512, data=2)
+    kept, working = 20 * 32 * 256 * 64 * 4, 22 * 32 * 256 * 64 * 4
+    assert alone.activations >= kept > beside.activations, "XLA divides loops only"
+    assert alone.total >= kept + working + LIBRARY_WORKSPACE
+    assert known(reader, "cpu").estimate(256).total < kept
+
+
 def test_half_precision_halves_activations_on_gpus(known: Get) -> None:
     each = known(deep, "gpu")
     whole, half = each.estimate(4096), each.estimate(4096, precision="bfloat16")

@@ -66,6 +66,7 @@ from meshwright.devices.strategy_hooks import (
     make_placed_step,
     reading_as_they_are,
     reads_as_they_are,
+    recurrent_call,
     run_forward_pass,
     scope_hooks,
     taking_data_through,
@@ -122,6 +123,8 @@ def install_keras_hooks() -> None:
     # A function of Keras' hides the module of its name.
     recurrence = importlib.import_module("keras.src.backend.jax.rnn")
     _extend(recurrence, "cudnn_ok", _may_use_library)
+    _extend(recurrence, "_is_gpu_available", _has_library)
+    _extend(importlib.import_module("jax.experimental.rnn"), "lstm", _lstm)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
     for verb in ("fit", "evaluate", "predict"):
         _extend(JAXTrainer, verb, _run_on_checked_data)
@@ -581,6 +584,16 @@ def _may_use_library(original: Any, *args: Any, **kwargs: Any) -> bool:
     hooks = trace_hooks()
     is_divided = hooks is not None and hooks.num_devices > 1
     return not is_divided and bool(original(*args, **kwargs))
+
+
+def _has_library(original: Any) -> bool:
+    return recurrent_call(original if original() else None) is not None
+
+
+def _lstm(original: Any, *args: Any, **kwargs: Any) -> Any:
+    call = recurrent_call(original)
+    assert call is not None, "loops do not come here"
+    return call(*args, **kwargs)
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

@@ -73,6 +73,14 @@ _reads_as_they_are: ContextVar[bool] = ContextVar(
 )
 _intake: ContextVar[Any] = ContextVar("meshwright_intake", default=None)
 
+RecurrentCall = Callable[..., Any]
+"""Takes the place of `jax.experimental.rnn.lstm`."""
+
+_AS_HERE: Any = object()
+_recurrence: ContextVar[RecurrentCall | None] = ContextVar(
+    "meshwright_recurrence", default=_AS_HERE
+)
+
 
 @contextlib.contextmanager
 def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
@@ -101,6 +109,23 @@ def tracing(hooks: TraceHooks) -> contextlib.AbstractContextManager[None]:
 def trace_hooks() -> TraceHooks | None:
     """Those of the step that is being traced here, if there is one."""
     return _trace.get()
+
+
+def computing_recurrence(
+    call: RecurrentCall | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Traces recurrent layers without regard to the machine: by `call`, or as loops."""
+    return _setting(_recurrence, call)
+
+
+def recurrent_call(here: RecurrentCall | None) -> RecurrentCall | None:
+    """What computes recurrent layers as a whole; None if they are loops.
+
+    Arguments:
+        here: What does so on this machine.
+    """
+    call = _recurrence.get()
+    return here if call is _AS_HERE else call
 
 
 def replacing_forward_pass(

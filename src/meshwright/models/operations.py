@@ -53,6 +53,7 @@ SORTS: dict[str, Sort] = {
             *("cholesky", "eigh", "random_bits", "threefry2x32", "shard_map"),
             *("rng_bit_generator", "random_seed", "random_split", "random_fold_in"),
             *("custom_call", "ffi_call", "triangular_solve", "qr", "svd", "lu"),
+            *("library_lstm", "library_lstm_gradient"),
         ),
         "other",
     ),

@@ -5,9 +5,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.sizes import format_bytes
 from meshwright.errors import ProfileError
 from meshwright.models.parts import bytes_of
+from meshwright.models.recurrence import as_loops
 from meshwright.models.stages import scopes_of
 from meshwright.models.work import flops_of
 
@@ -156,7 +158,9 @@ def profile_model(model: Any, batch_size: int, data: Any = None) -> Profile:
     def forward(weights: Any, others: Any, inputs: Any) -> Any:
         return model.stateless_call(weights, others, inputs, **options)[0]
 
-    program = jax.make_jaxpr(forward)(weights, others, inputs)
+    install_keras_hooks()
+    with as_loops():
+        program = jax.make_jaxpr(forward)(weights, others, inputs)
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
     held: dict[str, list[Any]] = {}
     for variable in model.variables:

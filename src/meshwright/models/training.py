@@ -17,6 +17,7 @@ from meshwright.errors import ProfileError
 from meshwright.models.forward import in_blocks
 from meshwright.models.precision import keeping_precision, set_precision
 from meshwright.models.profile import own_inputs, refuse_unbuilt, shape_of
+from meshwright.models.recurrence import as_library_calls, as_loops
 from meshwright.models.stages import Input, Role, StagedProgram
 
 import jax
@@ -50,7 +51,12 @@ class TrainingStep:
 
 
 def trace_training(
-    model: Any, data: Any = None, *, precision: str | None = None, remat: bool = False
+    model: Any,
+    data: Any = None,
+    *,
+    precision: str | None = None,
+    remat: bool = False,
+    library: bool = False,
 ) -> TrainingStep:
     """Traces the training step of a compiled model; nothing is allocated or changed.
 
@@ -60,6 +66,8 @@ def trace_training(
             and its loss if left out.
         precision: What layers compute in; as the model has it if left out.
         remat: Whether blocks are computed again for the gradients.
+        library: Whether a library computes LSTM layers, as on a single GPU; they are
+            loops otherwise, whatever is here.
 
     Raises:
         ProfileError: The model is not built or not compiled, or its data is not known.
@@ -68,7 +76,8 @@ def trace_training(
         groups = _state(model)
         shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
         again = replacing_forward_pass(model, in_blocks(lambda weights: weights))
-        with again if remat else nullcontext():
+        layers = as_library_calls() if library else as_loops()
+        with layers, again if remat else nullcontext():
             program = jax.make_jaxpr(model.train_step)(shapes, batch)
     inputs = [
         StepInput(kind, variable.path, variable)
@@ -106,7 +115,8 @@ def trace_loss(
     with ready_to_train(model, data, SAMPLES, precision, metrics=False) as batch:
         groups = _state(model)
         shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
-        program, outputs = jax.make_jaxpr(run, return_shape=True)(shapes, batch)
+        with as_loops():
+            program, outputs = jax.make_jaxpr(run, return_shape=True)(shapes, batch)
     inputs = [
         Input(ROLES[kind], number)
         for group, kind in groups
@@ -310,7 +320,8 @@ def _outputs(model: Any, inputs: Any) -> Any:
 
     weights = [shape_of(v) for v in model.trainable_variables]
     others = [shape_of(v) for v in model.non_trainable_variables]
-    return jax.eval_shape(forward, weights, others, inputs)
+    with as_loops():
+        return jax.eval_shape(forward, weights, others, inputs)
 
 
 def _losses(model: Any, outputs: Any, number: int) -> list[Any]:

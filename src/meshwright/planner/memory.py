@@ -19,7 +19,12 @@ from meshwright.models.formulations import Platform
 from meshwright.models.kernels import flattened, renewed_values
 from meshwright.models.profile import shape_of
 from meshwright.models.stages import Input, StagedProgram
-from meshwright.models.training import ROLES, TrainingStep, trace_loss
+from meshwright.models.training import (
+    ROLES,
+    TrainingStep,
+    trace_loss,
+    trace_training,
+)
 from meshwright.parallel.layout import lay_out_model, reference_of, unique_variables
 from meshwright.parallel.microbatch import Microbatches
 from meshwright.parallel.plan import Plan, Spec
@@ -84,6 +89,8 @@ class MemoryModel:
         trace: Traces its training step; each is asked for once.
         platform: What it is compiled for.
         trace_pieces: Traces what is cut into stages; `trace_loss` if left out.
+        trace_calls: Traces its training step with LSTM layers that a library computes,
+            as on a single GPU; `trace_training` if left out.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class MemoryModel:
         trace: Trace,
         platform: Platform = "gpu",
         trace_pieces: TracePieces | None = None,
+        trace_calls: Trace | None = None,
     ) -> None:
         self._model = model
         self._platform: Platform = platform
@@ -99,6 +107,12 @@ class MemoryModel:
         pieces = trace_pieces or (
             lambda precision: trace_loss(model, precision=precision)
         )
+        calls = trace_calls or (
+            lambda precision, remat: trace_training(
+                model, precision=precision, remat=remat, library=True
+            )
+        )
+        self._step_with_calls = lru_cache(maxsize=None)(calls)
         self._staged = lru_cache(maxsize=None)(pieces)
         self._held = lru_cache(maxsize=None)(self._find_held)
         self._pieces = lru_cache(maxsize=None)(self._trace_pieces)
@@ -123,6 +137,7 @@ class MemoryModel:
             self._splits(plan.fsdp, plan.tensor, plan.rules),
             pieces > 1,
             cut.number > 1,
+            plan.num_devices == 1 and self._may_call_library,
         )
         rest = gcd(cut.smaller, plan.num_replicas)
         held = cut.num_larger * cut.larger // pieces
@@ -222,6 +237,16 @@ class MemoryModel:
         return {role: found[role] for role in ("weight", "state", "shared", "metric")}
 
     @cached_property
+    def _may_call_library(self) -> bool:
+        """Whether it has layers that a single GPU leaves to a library."""
+        import keras
+
+        layers = self._model._flatten_layers()
+        return self._platform == "gpu" and any(
+            isinstance(layer, keras.layers.LSTM) for layer in layers
+        )
+
+    @cached_property
     def _paths(self) -> list[str | None]:
         """The variable that decides how each input is split."""
         paths = {id(v): path for path, v in unique_variables(self._model).items()}
@@ -302,8 +327,10 @@ class MemoryModel:
         splits: "_Splits",
         sums_over_samples: bool,
         is_accumulated: bool,
+        calls_library: bool,
     ) -> "_Program":
-        step = self._step(precision, remat)
+        trace = self._step_with_calls if calls_library else self._step
+        step = trace(precision, remat)
         flat = flattened(step, self._platform)
         renewed = renewed_values(step, flat)
         platform = self._platform

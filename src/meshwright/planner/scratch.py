@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.models.kernels import Kernel, Kernels, Product
 from meshwright.models.operations import Operation, Size
+from meshwright.models.recurrence import LIBRARY_CALLS, library_workspace
 
 LIBRARY_WORKSPACE = 32 * 2**20
 """Bytes that XLA gives to cuBLAS for a matrix product, on Hopper chips."""
@@ -46,6 +47,12 @@ class Scratch:
             for number, kernel in enumerate(kernels.kernels)
             for product in kernel.products
         ]
+        self._library_calls = [
+            (number, kernels.flat.operations[member])
+            for number, kernel in enumerate(kernels.kernels)
+            for member in kernel.members
+            if kernels.flat.operations[member].name in LIBRARY_CALLS
+        ]
         self._moving = [
             (number, kernel.reads)
             for number, kernel in enumerate(kernels.kernels)
@@ -70,6 +77,8 @@ class Scratch:
             if product.flops(samples) >= LIBRARY_FLOPS * parts:
                 found[number] += LIBRARY_WORKSPACE
             found[number] += _parts_of_sums(product, samples, sizes[made])
+        for number, operation in self._library_calls:
+            found[number] += LIBRARY_WORKSPACE + library_workspace(operation, samples)
         for number, reads in self._moving:
             # They are moved for the library, which moves them once more.
             found[number] += 2 * int(sum(sizes[buffer] for buffer in reads))

@@ -64,6 +64,10 @@ class Workload:
         def trace(precision: str | None, remat: bool) -> TrainingStep:
             return trace_training(model, batch(), precision=precision, remat=remat)
 
+        def trace_calls(precision: str | None, remat: bool) -> TrainingStep:
+            levers: Any = {"precision": precision, "remat": remat}
+            return trace_training(model, batch(), **levers, library=True)
+
         def trace_pieces(precision: str | None) -> StagedProgram:
             return trace_loss(model, batch(), precision=precision)
 
@@ -86,7 +90,7 @@ class Workload:
             }
             return split_by_tensor(kernels_for(precision, remat), specs)
 
-        memory = MemoryModel(model, trace, platform, trace_pieces)
+        memory = MemoryModel(model, trace, platform, trace_pieces, trace_calls)
         return cls(model.name, kernels_for, layouts_for, split_for, memory)
 
     @cached_property
