@@ -99,6 +99,15 @@ def transformer() -> keras.Model:
     return model
 
 
+def tagger() -> keras.Model:
+    """Nearly all of it is a table, of which a batch wants a few rows."""
+    layers = [keras.Input((8,), dtype="int32"), L.Embedding(8192, 64), L.Dense(4)]
+    model = keras.Sequential(layers, name="tagger")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    return model
+
+
 def deep() -> keras.Model:
     layers = [L.Dense(256, activation="tanh", name=f"dense_{i}") for i in range(8)]
     model = keras.Sequential([keras.Input((64,)), *layers], name="deep")
@@ -162,6 +171,7 @@ COMPILED: list[tuple[Callable[[], keras.Model], int, Plan]] = [
     (deep, 4096, Plan(remat=True)),  # whatever this version of XLA makes of it
     *((cnn, 64, plan) for plan in (Plan(data=8), Plan(tensor=2), PIPELINE)),
     *((transformer, 64, plan) for plan in (Plan(fsdp=8), Plan(tensor=2), PIPELINE)),
+    *((tagger, 64, plan) for plan in (Plan(fsdp=8), Plan(fsdp=8, accumulate=2))),
 ]
 
 
@@ -579,6 +589,35 @@ def test_on_cpus_what_is_gathered_along_other_dims_is_put_in_order() -> None:
         assert names(parts).count(COPY) == copies
 
 
+def test_updates_read_what_is_gathered_as_it_came_and_layers_its_copy() -> None:
+    _, parts, _ = parts_of(deep, "cpu", fsdp=1)
+    operations = parts.flat.operations
+    for copy in (op for op in operations if op.name == COPY):
+        updates = [
+            ["jvp(" not in operations[n].scope for n in parts.flat.values[v].readers]
+            for v in (copy.outputs[0], copy.inputs[0])
+        ]
+        of_copy, of_first = updates
+        assert set(of_copy) == {False}
+        assert of_first == [True, True], "the copying, and the update"
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rows_of_an_embedding_travel_and_not_the_sums_of_its_table(
+    platform: Platform,
+) -> None:
+    _, parts, _ = parts_of(tagger, platform, fsdp=0)
+    operations = parts.flat.operations
+    (adding,) = (op for op in operations if op.name == "scatter-add")
+    table, _, rows = adding.inputs
+    assert all(parts.by_fsdp[value] for value in (table, adding.outputs[0]))
+    assert [v for v, is_of_all in enumerate(parts.of_all) if is_of_all] == [rows]
+    summed = {v for op in operations if op.name == ALL_REDUCE for v in op.inputs}
+    assert adding.outputs[0] not in summed
+    _, alike, _ = parts_of(tagger, platform)
+    assert not any(alike.of_all), "replicas add up all of it"
+
+
 def test_gradients_travel_together() -> None:
     _, on_cpu, _ = parts_of(deep, "cpu")
     groups = [op for op in on_cpu.flat.operations if op.name == ALL_REDUCE]
@@ -623,6 +662,29 @@ def test_what_is_computed_again_gathers_its_weights_again() -> None:
     blocks = {op.waits_for for op in gathers}
     assert len(gathers) == 2 * len(blocks) == 6, "forwards, and for both blocks"
     assert is_in_order(found.flat)
+
+
+def test_gpus_join_only_sums_that_each_wants_whole() -> None:
+    _, alike, _ = parts_of(deep, "gpu")
+    assert JOIN in names(alike)
+    _, parts, _ = parts_of(deep, "gpu", fsdp=0)
+    joined = [op for op in parts.flat.operations if op.name == JOIN]
+    shapes = [parts.flat.values[v].shape for op in joined for v in op.inputs]
+    assert not any(len(shape) == 2 for shape in shapes), "kernels are scattered"
+    sums = [
+        v for op in parts.flat.operations if op.name == ALL_REDUCE for v in op.outputs
+    ]
+    kernels = [v for v in sums if len(parts.flat.values[v].shape) == 2]
+    assert len(kernels) == 8
+    assert all(parts.by_fsdp[v] for v in kernels)
+
+
+def test_what_is_joined_of_parts_along_tensor_is_a_part() -> None:
+    _, parts, _ = parts_of(deep, "gpu", tensor=1)
+    joined = [op.outputs[0] for op in parts.flat.operations if op.name == JOIN]
+    large = [v for v in joined if parts.flat.values[v].size.number > 10_000]
+    assert large
+    assert all(parts.by_tensor[v] for v in large)
 
 
 def test_what_travels_together_on_gpus_is_limited() -> None:

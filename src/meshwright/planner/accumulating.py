@@ -26,7 +26,9 @@ def accumulated(parts: Partitioned) -> Partitioned:
         parts: The step on one microbatch.
     """
     flat = parts.flat
-    by_tensor, by_fsdp = list(parts.by_tensor), list(parts.by_fsdp)
+    by_tensor, by_fsdp, of_all = map(
+        list, (parts.by_tensor, parts.by_fsdp, parts.of_all)
+    )
     outside = [op for op in flat.operations if not _is_repeated(op)]
     repeated = _with_what_they_need(flat)
     made = {v for op in repeated for v in op.outputs}
@@ -40,9 +42,14 @@ def accumulated(parts: Partitioned) -> Partitioned:
         values.append(values[like].unread())
         by_tensor.append(by_tensor[like])
         by_fsdp.append(by_fsdp[like])
+        of_all.append(of_all[like])
         return len(values) - 1
 
     zeros, totals, added = ({v: new(v) for v in sums} for _ in range(3))
+    # Sums lie as the weights do that they change.
+    for v in _read_in_parts(outside, by_fsdp) & set(sums):
+        for value in (zeros[v], totals[v], added[v]):
+            by_fsdp[value] = True
     adds = [_add(values[v].shape, zeros[v], v, added[v]) for v in sums]
     read = dict.fromkeys(v for op in repeated for v in op.inputs if v not in made)
     body = FlatProgram(
@@ -72,7 +79,17 @@ def accumulated(parts: Partitioned) -> Partitioned:
     outputs = [totals.get(v, v) for v in flat.outputs]
     operations = [*before, *fills, *early, loop, *late]
     found = FlatProgram(values, operations, flat.inputs, outputs, flat.constants)
-    return Partitioned(found.connected(), by_tensor, by_fsdp)
+    return Partitioned(found.connected(), by_tensor, by_fsdp, of_all)
+
+
+def _read_in_parts(operations: list[Operation], by_fsdp: list[bool]) -> set[int]:
+    """Values of which a device only uses its part, along `fsdp`."""
+    return {
+        v
+        for op in operations
+        if any(by_fsdp[made] for made in op.outputs)
+        for v in op.inputs
+    }
 
 
 def _with_what_they_need(flat: FlatProgram) -> list[Operation]:

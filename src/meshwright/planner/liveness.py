@@ -117,6 +117,7 @@ class Lives:
         self._powers = np.array([b.bytes.power for b in self._buffers])
         self._by_tensor = self._flags(parts.by_tensor if parts else [])
         self._by_fsdp = self._flags(parts.by_fsdp if parts else [])
+        self._of_all = self._flags(parts.of_all if parts else [])
         # Compilers for GPUs know the order of kernels before they assign memory.
         self._copied = self._find_copied() if platform == "cpu" else []
         self._rooms = [_Room(old, -1, end) for old, end in self._copied]
@@ -226,6 +227,7 @@ class Lives:
         ways = np.where(self._by_tensor, tensor, 1)
         sizes = sizes / ways
         sizes = sizes / np.where(self._by_fsdp, fsdp, 1)
+        sizes = sizes * np.where(self._of_all, fsdp, 1)
         changes = np.zeros(len(self._kernels) + 2)
         placed = self._placed_in_inputs(sizes)
         left = [b for b in self._made if b not in placed]

@@ -49,11 +49,13 @@ class Partitioned:
         flat: Its operations; sizes are those of whole tensors.
         by_tensor: For each value, whether a device has a part of it along `tensor`.
         by_fsdp: Likewise for `fsdp`.
+        of_all: For each value, whether a device has those of all along `fsdp`.
     """
 
     flat: FlatProgram
     by_tensor: list[bool]
     by_fsdp: list[bool]
+    of_all: list[bool]
 
 
 def partition(
@@ -87,10 +89,31 @@ def partition(
     parts = {v for v, dim in enumerate(by_fsdp.dims) if dim is not None} | fsdp.keys()
     exchange = _Exchange(flat, platform, parts)
     exchange.gather(gathered)
+    for number in _sums_of_rows(flat, by_fsdp.dims) if sums_over_samples else ():
+        exchange.send_rows(number)
+        sums.pop(flat.operations[number].outputs[0])
     exchange.add_up(sums)
     exchange.make_whole(by_tensor.gathers)
     is_split = [dim is not None for dim in by_tensor.dims]
     return exchange.result(is_split)
+
+
+def _sums_of_rows(flat: FlatProgram, dims: Sequence[int | None]) -> Iterator[int]:
+    """Operations that add to rows of which each device keeps some, along `fsdp`.
+
+    They are the gradients of embeddings.
+    """
+    for number, operation in enumerate(flat.operations):
+        if operation.name != "scatter-add":
+            continue
+        table, _, rows = operation.inputs
+        readers = flat.values[operation.outputs[0]].readers
+        kept = {dims[v] for n in readers for v in flat.operations[n].outputs}
+        is_own = flat.values[table].readers == [number]
+        numbers = operation.params["dimension_numbers"]
+        adds_rows = numbers.scatter_dims_to_operand_dims == (0,)
+        if kept == {0} and is_own and adds_rows and flat.values[rows].size.power:
+            yield number
 
 
 def _sums_over_samples(flat: FlatProgram) -> Iterator[int]:
@@ -114,6 +137,7 @@ class _Exchange:
         self._instead: dict[int, int] = {}
         self._sources: dict[int, int] = {}
         self._wholes: dict[tuple[int, int], int] = {}
+        self._of_all: set[int] = set()
         self._added: list[tuple[float, Operation]] = []
 
     def gather(self, dims: Mapping[int, int]) -> None:
@@ -125,9 +149,13 @@ class _Exchange:
             whole = self._new(value)
             self._add(ALL_GATHER, [value], [whole], -2.0)
             if self._platform == "cpu" and dim > 0:
-                # It arrives with that dim first, and is put in order.
+                # It arrives with that dim first, and is put in order; updates read it
+                # as it came.
                 first, whole = whole, self._new(value)
                 self._add(COPY, [first], [whole], -1.0)
+                for number in self._flat.values[value].readers:
+                    if "jvp(" not in self._flat.operations[number].scope:
+                        self._wholes[number, value] = first
             self._instead[value] = whole
 
     def _gather_by_block(self, values: Iterable[int]) -> None:
@@ -143,18 +171,33 @@ class _Exchange:
                 self._add(ALL_GATHER, [value], [whole], min(readers) - 0.5, block)
                 self._wholes |= dict.fromkeys(((n, value) for n in readers), whole)
 
+    def send_rows(self, number: int) -> None:
+        """Gathers what is added to a table, so that each device adds to its part."""
+        operation = self._flat.operations[number]
+        table, _, rows = operation.inputs
+        whole = self._new(rows)
+        place = self._flat.values[rows].maker or 0
+        self._add(MAKE_WHOLE, [rows], [whole], place + 0.6)
+        self._wholes[number, rows] = whole
+        self._of_all.add(whole)
+        self._parts |= {table, operation.outputs[0]}
+
     def add_up(self, sums: Mapping[int, str]) -> None:
         """Adds up the parts of sums, as many at a time as may be."""
         makers = {v: self._flat.values[v].maker or 0 for v in sums}
         for group in _Combiner(self._flat, self._platform).groups(sums):
             place = max(makers[v] for v in group) + 0.5
-            if self._platform == "gpu" and len(group) > 1:
-                self._add_up_joined(group, place)
+            scattered = [v for v in group if self._is_scattered(v)]
+            whole = [v for v in group if v not in scattered]
+            if self._platform == "cpu":
+                self._add_up(group, place)
                 continue
-            made = [self._new(v) for v in group]
-            self._add(ALL_REDUCE, group, made, place)
-            for value, total in zip(group, made, strict=True):
-                self._stand_for(value, total)
+            if scattered:
+                self._add_up(scattered, place)
+            if len(whole) > 1:
+                self._add_up_joined(whole, place)
+            elif whole:
+                self._add_up(whole, place)
 
     def make_whole(self, readers: Mapping[int, list[int]]) -> None:
         """Gathers what is split by `tensor` for operations that want it whole."""
@@ -168,30 +211,44 @@ class _Exchange:
             for number in numbers:
                 self._wholes[number, value] = whole
 
+    def _add_up(self, group: list[int], place: float) -> None:
+        made = [self._new(v) for v in group]
+        self._add(ALL_REDUCE, group, made, place)
+        for value, total in zip(group, made, strict=True):
+            self._stand_for(value, total)
+
     def _add_up_joined(self, group: list[int], place: float) -> None:
-        """GPUs put small tensors into one, and take it apart again."""
+        """Programs for GPUs put what is wanted whole into one, and take it apart."""
         number = sum(self._flat.values[v].size.number for v in group)
         first = self._flat.values[group[0]]
         like = replace(first, shape=(number,), readers=[])
         self._values += [like, like.unread()]
         joined, total = len(self._values) - 2, len(self._values) - 1
+        # It is as much smaller along `tensor` as the largest of them.
+        largest = max(group, key=lambda v: self._flat.values[v].size.number)
+        self._sources |= {joined: largest, total: largest}
         self._add(JOIN, group, [joined], place)
         self._add(ALL_REDUCE, [joined], [total], place + 0.1)
         for value in group:
             self._stand_for(value, total)
-        if all(self._is_scattered(v) for v in group):
-            self._parts.add(total)
 
     def _stand_for(self, value: int, total: int) -> None:
         self._instead[value] = total
         if self._platform == "gpu" and self._is_scattered(value):
-            self._parts.add(total)
+            self._parts |= {total, *self._transposed(value)}
 
     def _is_scattered(self, value: int) -> bool:
         """Whether a device needs no more than its part of a sum."""
         readers = [self._flat.operations[n] for n in self._flat.values[value].readers]
         made = [op.outputs[0] for op in readers if op.outputs]
-        return bool(made) and all(v in self._parts for v in made)
+        moved = self._transposed(value)
+        return bool(made) and all(
+            v in self._parts or (v in moved and self._is_scattered(v)) for v in made
+        )
+
+    def _transposed(self, value: int) -> list[int]:
+        readers = [self._flat.operations[n] for n in self._flat.values[value].readers]
+        return [op.outputs[0] for op in readers if op.name == "transpose"]
 
     def result(self, by_tensor: list[bool]) -> Partitioned:
         """The program, each operation after what it reads."""
@@ -206,8 +263,12 @@ class _Exchange:
         split = by_tensor + [False] * (len(self._values) - len(by_tensor))
         for value, source in self._sources.items():
             split[value] = split[source]
-        parts = [value in self._parts for value in range(len(self._values))]
-        return Partitioned(found.connected(), split, parts)
+        numbers = range(len(self._values))
+        parts, of_all = (
+            [value in those for value in numbers]
+            for those in (self._parts, self._of_all)
+        )
+        return Partitioned(found.connected(), split, parts, of_all)
 
     def _read(self, number: int, value: int) -> int:
         return self._wholes.get((number, value), self._instead.get(value, value))
