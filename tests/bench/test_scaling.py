@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import meshwright as mw
+from meshwright.bench.comparison import NAMED, plan_of
 from meshwright.bench.fleet import fleet_of
 from meshwright.bench.scaling import (
     MEASURED,
@@ -64,6 +66,26 @@ def test_speed_up_and_efficiency_follow_from_the_timed_steps(here: Scaling) -> N
     assert (one["global_batch"], two["global_batch"]) == (BATCH // 2, BATCH)
     gain = 2 * one["step_seconds"] / two["step_seconds"]
     assert two["speed_up"] == pytest.approx(gain)
+
+
+def test_a_strategy_that_is_named_is_timed_for_every_number_of_devices() -> None:
+    told: list[str] = []
+    options: dict[str, Any] = {"weak": False, "strategy": "FSDP", "tell": told.append}
+    found = measure_scaling(make_model(), BATCH, fleet_of([1, 2]), **options)
+    for table in found.tables():
+        assert [row["plan"] for row in table.rows] == ["one device", "fsdp=2"]
+        assert "The plans are those of FSDP." in table.notes
+    assert told == [
+        f"timing one device, a batch of {BATCH}",
+        f"timing fsdp=2, a batch of {BATCH}",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_names_are_those_of_strategies(name: str) -> None:
+    assert hasattr(mw, name)
+    assert plan_of(name, 1) == Plan()
+    assert plan_of(name, 4).num_devices == 4
 
 
 def test_the_model_is_as_it_was(here: Scaling) -> None:

@@ -45,6 +45,20 @@ def test_scaling_is_measured_here_and_said_as_json(call: Call) -> None:
     assert tables[0]["rows"][0]["step_seconds"] > 0
 
 
+def test_scaling_says_on_the_way_what_it_times_and_takes_a_strategy(call: Call) -> None:
+    asked = ("--devices", "1,2", "--batch", "8", "--strategy", "Mirrored")
+    status, out, err = call("scaling", MODEL, *asked)
+    assert status == 0
+    assert "The plans are those of Mirrored." in out
+    assert err.splitlines()[:2] == [
+        "meshwright: timing one device, a batch of 8",
+        "meshwright: timing data=2, a batch of 8",
+    ]
+    status, _, err = call("scaling", MODEL, "--strategy", "Miracle")
+    assert status == 2
+    assert "'Miracle' is not one of 'Mirrored'" in err
+
+
 def test_cost_takes_a_price_and_prints_markdown(call: Call) -> None:
     asked = ("--machine", "2xH100", "--price", "2", "--epochs", "3", "--markdown")
     status, out, _ = call("cost", MODEL, *asked)

@@ -62,6 +62,7 @@ def test_a_generator_is_evaluated_as_with_stock_keras() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore::meshwright.errors.BatchWarning")
 def test_microbatches_of_stacked_batches_are_those_of_single_ones() -> None:
     (ours, strategy), (theirs, one_by_one) = (distributed(accumulate=3) for _ in "ab")
     one_by_one.prefetch = 0

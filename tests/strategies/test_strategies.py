@@ -265,6 +265,22 @@ def test_a_batch_that_leaves_devices_idle_is_said_once() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(4, "is split into 4 equal pieces"), (3, "cannot be split into equal pieces")],
+)
+def test_a_batch_smaller_than_the_devices_are_many_is_said_too(
+    size: int, words: str
+) -> None:
+    model = mw.distribute(make_model(), mw.Mirrored())
+    with pytest.warns(BatchWarning) as caught:
+        model.fit(X[:12], Y[:12], batch_size=size, verbose=0)
+    assert [str(each.message) for each in caught] == [
+        f"A global batch of {size} {words}, although the mesh could compute 8 at a "
+        "time. The result is exact; a global batch of 8 or 16 would use every device."
+    ]
+
+
 def test_memory_limits_and_the_log_hold_on_the_mesh(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -307,7 +307,11 @@ def test_outputs_without_samples_are_refused_where_they_must_be_joined() -> None
     ("devices", "size", "words"),
     [
         (4, 12, "6 is split into 2 equal pieces, although the mesh could compute 4"),
-        (2, 7, "3 is split into 1 equal pieces, although the mesh could compute 2"),
+        (
+            2,
+            7,
+            "3 cannot be split into equal pieces, although the mesh could compute 2",
+        ),
     ],
     ids=["all", "the smaller ones"],
 )

@@ -106,7 +106,7 @@ class Peeking(Counting):
 
 
 def test_a_step_may_read_variables() -> None:
-    model = mw.distribute(Peeking(), mw.Mirrored())
+    model = mw.distribute(Peeking(), mw.Mirrored(["CPU:0"]))
     model.compile(optimizer="sgd", loss="mse")
     model.fit(X, Y, batch_size=5, epochs=2, verbose=0)
     assert float(model.seen.value) == 4

@@ -1,6 +1,6 @@
 """All strategies for one model and the devices that are here, side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +44,33 @@ def plans_to_compare(number: int) -> Iterator[tuple[str, Plan]]:
     yield "Hybrid", Plan(data=half, stages=2, microbatches=2 * MICROBATCHES)
 
 
+NAMED = ("Mirrored", "FSDP", "TensorParallel", "Layerwise", "Pipeline")
+"""Strategies whose names and numbers of devices say the whole plan."""
+
+
+def plan_of(name: str, number: int) -> Plan:
+    """The plan of one of the `NAMED` strategies for so many devices.
+
+    >>> plan_of("FSDP", 4).describe()
+    'fsdp=4'
+    """
+    return Plan() if number == 1 else dict(plans_to_compare(number))[name]
+
+
+Tell = Callable[[str], None]
+"""Called with what is about to be timed."""
+
+
+def tell_nobody(text: str) -> None:
+    """Where nobody waits."""
+
+
 def compare_strategies(
-    model: Any, batch_size: int, fleet: Fleet, data: Any = None
+    model: Any,
+    batch_size: int,
+    fleet: Fleet,
+    data: Any = None,
+    tell: Tell = tell_nobody,
 ) -> Table:
     """Times a step of every strategy here, beside what was predicted.
 
@@ -55,6 +80,7 @@ def compare_strategies(
         fleet: The devices; the greatest of its numbers is used.
         data: A batch as `(x, y)`, or its shapes, for models that do not say what they
             take.
+        tell: Called with what is about to be timed.
 
     Returns:
         A table of time and memory of a device, the fastest first; what cannot be
@@ -71,7 +97,7 @@ def compare_strategies(
     machine = fleet.part(number)
     work = Workload.of(model, machine.kind, data)
     rows = [
-        _row(name, _judged(work, machine, plan, batch_size), model, fleet, data)
+        _row(name, judged(work, machine, plan, batch_size), model, fleet, data, tell)
         for name, plan in plans_to_compare(number)
     ]
     rows.sort(key=lambda row: row["measured_seconds"] or float("inf"))
@@ -85,21 +111,28 @@ def compare_strategies(
     )
 
 
-def _judged(
+def judged(
     work: Workload, machine: Machine, plan: Plan, batch_size: int
 ) -> tuple[Candidate, int]:
+    """What is predicted of a plan, and the batch."""
     part = machine.part(plan.num_devices)
     looked = search(work, part, known_speed(part), batch_size)
     return looked.judge(plan), batch_size
 
 
 def _row(
-    name: str, judged: tuple[Candidate, int], model: Any, fleet: Fleet, data: Any
+    name: str,
+    found: tuple[Candidate, int],
+    model: Any,
+    fleet: Fleet,
+    data: Any,
+    tell: Tell,
 ) -> dict[str, Any]:
-    candidate, batch_size = judged
+    candidate, batch_size = found
     because = None if candidate.fits else candidate.because
     seconds = needed = None
     if candidate.fits:
+        tell(f"timing {name}: {candidate.plan.describe()}")
         part = fleet.part(candidate.num_devices)
         try:
             strategy = strategy_of(candidate.plan, part)

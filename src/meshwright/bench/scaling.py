@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.bench.comparison import Tell, judged, plan_of, tell_nobody
 from meshwright.bench.fleet import Fleet
 from meshwright.bench.table import Column, Table
 from meshwright.planner.candidates import Candidate
@@ -33,7 +34,8 @@ class Scaling:
         samples: Those of an epoch.
         epochs: How many there are.
         source: What predictions rest on.
-        predicted: The fastest plan of each number of devices, strong and weak.
+        strategy: The strategy whose plans these are; the fastest ones if it is None.
+        predicted: The plan of each number of devices, strong and weak.
         measured: The same plans with the steps that were timed here.
     """
 
@@ -42,6 +44,7 @@ class Scaling:
     samples: int
     epochs: int
     source: str
+    strategy: str | None
     predicted: tuple[ScalingRow, ...]
     measured: tuple[ScalingRow, ...]
 
@@ -92,12 +95,18 @@ class Scaling:
             tuple(map(self._figures, rows)),
             (
                 f"An epoch has {self.samples:,} samples.",
-                "Each number of devices has the plan that is predicted to be fastest.",
+                self._plans,
                 *(("Bottlenecks are predicted.",) if self._tells_parts(origin) else ()),
                 *self._notes(origin),
             ),
             wide="plan",
         )
+
+    @property
+    def _plans(self) -> str:
+        if self.strategy is not None:
+            return f"The plans are those of {self.strategy}."
+        return "Each number of devices has the plan that is predicted to be fastest."
 
     @property
     def _is_shared(self) -> bool:
@@ -142,8 +151,10 @@ def measure_scaling(
     epochs: int = 1,
     data: Any = None,
     weak: bool = True,
+    strategy: str | None = None,
+    tell: Tell = tell_nobody,
 ) -> Scaling:
-    """Times the fastest plan of each number of devices that are here, and predicts all.
+    """Times a plan of each number of devices that are here, and predicts all.
 
     Arguments:
         model: A built and compiled model; with values, if devices are here.
@@ -155,6 +166,9 @@ def measure_scaling(
         data: A batch as `(x, y)`, or its shapes, for models that do not say what they
             take.
         weak: Whether weak scaling is wanted too.
+        strategy: One of `NAMED`, whose plans these are; the plans that are predicted to
+            be fastest if left out.
+        tell: Called with what is about to be timed.
     """
     check_question("bench", model, batch_size)
     samples = samples or 100 * batch_size
@@ -167,11 +181,14 @@ def measure_scaling(
     measured: list[ScalingRow] = []
     timed: dict[Any, float] = {}
     for is_weak, sizes in batches.items():
-        found = _fastest(work, fleet, sizes)
+        if strategy is None:
+            found = _fastest(work, fleet, sizes)
+        else:
+            found = _named(strategy, work, fleet, sizes)
         first = own if is_weak else batch_size
         for rows, best in (
             (predicted, found),
-            (measured, _timed(model, found, fleet, sizes, data, timed)),
+            (measured, _timed(model, found, fleet, sizes, data, timed, tell)),
         ):
             rows += scaling_rows(
                 best, batch_size=first, samples=samples, epochs=epochs, is_weak=is_weak
@@ -182,6 +199,7 @@ def measure_scaling(
         samples=samples,
         epochs=epochs,
         source=known_speed(fleet.part(fleet.counts[0])).source,
+        strategy=strategy,
         predicted=tuple(predicted),
         measured=tuple(measured),
     )
@@ -213,6 +231,15 @@ def _fastest(
     return found
 
 
+def _named(
+    name: str, work: Workload, fleet: Fleet, sizes: Mapping[int, int]
+) -> dict[int, Candidate]:
+    return {
+        number: judged(work, fleet.part(number), plan_of(name, number), size)[0]
+        for number, size in sizes.items()
+    }
+
+
 def _timed(
     model: Any,
     found: Mapping[int, Candidate],
@@ -220,6 +247,7 @@ def _timed(
     sizes: Mapping[int, int],
     data: Any,
     timed: dict[Any, float],
+    tell: Tell,
 ) -> dict[int, Candidate]:
     """The plans that can be measured; what was timed before is not timed again."""
     here = {}
@@ -228,6 +256,8 @@ def _timed(
             continue
         key = candidate.plan, sizes[number]
         if key not in timed:
+            plan, size = candidate.plan.describe(), sizes[number]
+            tell(f"timing {plan}, a batch of {size:,}")
             strategy = strategy_of(candidate.plan, fleet.part(number))
             timed[key] = time_steps(model, strategy, sizes[number], data)
         here[number] = replace(candidate, measured_seconds=timed[key])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from meshwright.bench.comparison import compare_strategies
+from meshwright.bench.comparison import NAMED, compare_strategies
 from meshwright.bench.feeding import measure_feeding
 from meshwright.bench.fleet import Fleet, fleet_of
 from meshwright.bench.scaling import Scaling, measure_scaling
@@ -112,6 +112,11 @@ def bench() -> None:
 @bench.command()
 @_MODEL
 @_options("devices", "machine", "batch", "samples", "markdown", "html")
+@click.option(
+    "--strategy",
+    type=click.Choice(NAMED),
+    help="Whose plans are measured; the fastest ones, by prediction, if left out.",
+)
 def scaling(
     model: str,
     devices: Sequence[int] | None,
@@ -120,11 +125,14 @@ def scaling(
     samples: int | None,
     markdown: bool,
     html: Path | None,
+    strategy: str | None,
     as_json: bool,
 ) -> None:
     """Strong and weak scaling: time of an epoch, speed-up, efficiency, bottleneck."""
     fleet = fleet_of(devices, machine)
-    found = measure_scaling(_load(model, fleet), batch, fleet, samples=samples)
+    built = _load(model, fleet)
+    options: dict[str, Any] = {"samples": samples, "strategy": strategy, "tell": _tell}
+    found = measure_scaling(built, batch, fleet, **options)
     _print(found.tables(), markdown, as_json)
     _write(html, f"{model}: scaling", found.tables())
 
@@ -149,7 +157,13 @@ def cost(
     """What the whole training costs on 1, 2, 4, ... devices, and the best return."""
     fleet = fleet_of(devices, machine, price=price)
     found: Scaling = measure_scaling(
-        _load(model, fleet), batch, fleet, samples=samples, epochs=epochs, weak=False
+        _load(model, fleet),
+        batch,
+        fleet,
+        samples=samples,
+        epochs=epochs,
+        weak=False,
+        tell=_tell,
     )
     _print(found.costs(), markdown, as_json)
     _write(html, f"{model}: what it costs", found.costs())
@@ -168,7 +182,8 @@ def strategies(
 ) -> None:
     """All strategies side by side on the devices here: time and memory of each."""
     fleet = fleet_of(devices)
-    table = compare_strategies(load_model(model, with_values=True), batch, fleet)
+    built = load_model(model, with_values=True)
+    table = compare_strategies(built, batch, fleet, tell=_tell)
     _print([table], markdown, as_json)
     _write(html, f"{model}: strategies", [table])
 
@@ -195,6 +210,11 @@ def input_(
     else:
         click.echo(str(found))
     _write(html, f"{model}: input", found.tables())
+
+
+def _tell(text: str) -> None:
+    """Says on the way what takes so long."""
+    click.echo(f"meshwright: {text}", err=True)
 
 
 def _load(model: str, fleet: Fleet) -> Any:

@@ -1,12 +1,13 @@
 """`meshwright.verify`: does a strategy give what one device gives, on this model?"""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.devices.runtime import to_host
 from meshwright.devices.step import batch_size as samples_of
-from meshwright.errors import StrategyError
+from meshwright.errors import BatchWarning, StrategyError
 from meshwright.models.precision import LOW_PRECISIONS, lowest_precision
 from meshwright.parallel.microbatch import cut_batch
 from meshwright.parallel.plan import Plan
@@ -203,8 +204,11 @@ def _step_alone(model: Any, plan: Plan) -> Any:
 def _run(step: Any, start: Any, batches: list[Any]) -> list[Any]:
     """The model's variables after a few steps."""
     state: Any = tuple(start)
-    for batch in batches:
-        _, state = step(state, batch)
+    with warnings.catch_warnings():
+        # Nobody waits for these few steps, so devices may be idle.
+        warnings.simplefilter("ignore", BatchWarning)
+        for batch in batches:
+            _, state = step(state, batch)
     return [to_host(value) for value in _variables_in(state)]
 
 

@@ -286,18 +286,20 @@ class MeshStep:
         if self._has_run or not self._programs.trains:
             return
         self._has_run = True
-        uneven = [s for s in self._splits(cut) if s.size > s.num_replicas > s.pieces]
+        uneven = [s for s in self._splits(cut) if s.num_replicas > s.pieces]
         if uneven:
             split = uneven[0]
             wanted = split.num_replicas * cut.wanted
             below = max(cut.size // wanted, 1) * wanted
             what = "global batch" if cut.wanted == 1 else "microbatch"
+            cut_up = f"is split into {split.pieces} equal pieces"
+            if split.pieces == 1:
+                cut_up = "cannot be split into equal pieces"
             file, line = user_line() or ("<unknown>", 1)
             warnings.warn_explicit(
-                f"A {what} of {split.size} is split into {split.pieces} equal "
-                f"pieces, although the mesh could compute {split.num_replicas} at a "
-                f"time. The result is exact; a global batch of {below} or "
-                f"{below + wanted} would use every device.",
+                f"A {what} of {split.size} {cut_up}, although the mesh could compute "
+                f"{split.num_replicas} at a time. The result is exact; a global batch "
+                f"of {below} or {below + wanted} would use every device.",
                 BatchWarning,
                 file,
                 line,
