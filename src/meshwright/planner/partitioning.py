@@ -89,9 +89,9 @@ def partition(
     parts = {v for v, dim in enumerate(by_fsdp.dims) if dim is not None} | fsdp.keys()
     exchange = _Exchange(flat, platform, parts)
     exchange.gather(gathered)
-    for number in _sums_of_rows(flat, by_fsdp.dims) if sums_over_samples else ():
-        exchange.send_rows(number)
-        sums.pop(flat.operations[number].outputs[0])
+    for number in _sums_of_rows(flat, by_fsdp.dims):
+        if sums.pop(flat.operations[number].outputs[0], None) == "batch":
+            exchange.send_rows(number)
     exchange.add_up(sums)
     exchange.make_whole(by_tensor.gathers)
     is_split = [dim is not None for dim in by_tensor.dims]
