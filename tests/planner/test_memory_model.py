@@ -303,6 +303,24 @@ def test_what_cudnn_keeps_of_an_lstm_and_works_in_counts_on_a_single_gpu(
     assert known(reader, "cpu").estimate(256).total < kept
 
 
+def attentive() -> keras.Model:
+    inputs = keras.Input((256, 32))
+    h = L.MultiHeadAttention(8, 8)(inputs, inputs, use_causal_mask=True)
+    model = keras.Model(inputs, L.Dense(1)(h))
+    model.compile("adam", "mse")
+    return model
+
+
+def test_attention_in_half_precision_keeps_no_scores_on_gpus(known: Get) -> None:
+    each = known(attentive, "gpu")
+    scores = 64 * 8 * 256 * 256 * 2
+    half = {"precision": "bfloat16"}
+    assert each.estimate(64).activations > scores
+    assert each.estimate(64, **half).activations < scores / 2
+    assert each.estimate(128, data=2, **half).activations < scores / 2
+    assert known(attentive, "cpu").estimate(64, **half).activations > scores
+
+
 def test_half_precision_halves_activations_on_gpus(known: Get) -> None:
     each = known(deep, "gpu")
     whole, half = each.estimate(4096), each.estimate(4096, precision="bfloat16")

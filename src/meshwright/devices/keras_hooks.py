@@ -63,10 +63,10 @@ from meshwright.devices.strategy_hooks import (
     STEP_MAKER,
     LaidAside,
     current_intake,
+    current_library,
     make_placed_step,
     reading_as_they_are,
     reads_as_they_are,
-    recurrent_call,
     run_forward_pass,
     scope_hooks,
     taking_data_through,
@@ -124,6 +124,7 @@ def install_keras_hooks() -> None:
     recurrence = importlib.import_module("keras.src.backend.jax.rnn")
     _extend(recurrence, "cudnn_ok", _may_use_library)
     _extend(recurrence, "_is_gpu_available", _has_library)
+    _extend(nn, "dot_product_attention", _attend)
     _extend(importlib.import_module("jax.experimental.rnn"), "lstm", _lstm)
     _extend(trainer, "_distribute_data", _transfer_within_limit)
     for verb in ("fit", "evaluate", "predict"):
@@ -587,13 +588,44 @@ def _may_use_library(original: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _has_library(original: Any) -> bool:
-    return recurrent_call(original if original() else None) is not None
+    library = current_library()
+    if library is None:
+        return bool(original())
+    library.wanted.add("lstm")  # Keras asks after all else
+    return library.lstm is not None
 
 
 def _lstm(original: Any, *args: Any, **kwargs: Any) -> Any:
-    call = recurrent_call(original)
-    assert call is not None, "loops do not come here"
-    return call(*args, **kwargs)
+    library = current_library()
+    call = library.lstm if library is not None else None
+    return (call or original)(*args, **kwargs)
+
+
+def _attend(
+    original: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    **options: Any,
+) -> Any:
+    library = current_library()
+    if library is not None:
+        may = options.get("flash_attention") is not False
+        if may and _suits_library(query, value):
+            library.wanted.add("attention")
+            if library.attention is not None:
+                return library.attention(query, key, value, bias, mask)
+        options["flash_attention"] = False
+    return original(query, key, value, bias, mask, **options)
+
+
+def _suits_library(query: Any, value: Any) -> bool:
+    """Whether cuDNN has a kernel for attention, on GPUs like an H200."""
+    is_half = str(query.dtype) in ("bfloat16", "float16")
+    size = query.shape[-1]
+    return is_half and size == value.shape[-1] and size % 8 == 0 and size <= 256
 
 
 def _bring_committed(value: Any, target: jax.Device) -> Any:

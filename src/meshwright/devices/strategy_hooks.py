@@ -7,6 +7,7 @@ their scope, for the tracing of a step, for a model's forward pass, and for its 
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -73,13 +74,20 @@ _reads_as_they_are: ContextVar[bool] = ContextVar(
 )
 _intake: ContextVar[Any] = ContextVar("meshwright_intake", default=None)
 
-RecurrentCall = Callable[..., Any]
-"""Takes the place of `jax.experimental.rnn.lstm`."""
 
-_AS_HERE: Any = object()
-_recurrence: ContextVar[RecurrentCall | None] = ContextVar(
-    "meshwright_recurrence", default=_AS_HERE
-)
+@dataclass
+class Library:
+    """What computes layers as a whole while a step is traced, whatever is here."""
+
+    lstm: Callable[..., Any] | None = None
+    """Takes the place of `jax.experimental.rnn.lstm`; they are loops if it is None."""
+    attention: Callable[..., Any] | None = None
+    """Takes the place of cuDNN's attention, of query, key, value, bias and mask."""
+    wanted: set[str] = field(default_factory=set)
+    """What layers would have left to a library, if there had been one."""
+
+
+_library: ContextVar[Library | None] = ContextVar("meshwright_library", default=None)
 
 
 @contextlib.contextmanager
@@ -111,21 +119,14 @@ def trace_hooks() -> TraceHooks | None:
     return _trace.get()
 
 
-def computing_recurrence(
-    call: RecurrentCall | None,
-) -> contextlib.AbstractContextManager[None]:
-    """Traces recurrent layers without regard to the machine: by `call`, or as loops."""
-    return _setting(_recurrence, call)
+def tracing_with(library: Library) -> contextlib.AbstractContextManager[None]:
+    """Traces layers without regard to the libraries that are here."""
+    return _setting(_library, library)
 
 
-def recurrent_call(here: RecurrentCall | None) -> RecurrentCall | None:
-    """What computes recurrent layers as a whole; None if they are loops.
-
-    Arguments:
-        here: What does so on this machine.
-    """
-    call = _recurrence.get()
-    return here if call is _AS_HERE else call
+def current_library() -> Library | None:
+    """What computes layers as a whole; None if that is what is here."""
+    return _library.get()
 
 
 def replacing_forward_pass(

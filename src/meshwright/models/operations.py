@@ -54,6 +54,7 @@ SORTS: dict[str, Sort] = {
             *("rng_bit_generator", "random_seed", "random_split", "random_fold_in"),
             *("custom_call", "ffi_call", "triangular_solve", "qr", "svd", "lu"),
             *("library_lstm", "library_lstm_gradient"),
+            *("library_attention", "library_attention_gradient"),
         ),
         "other",
     ),

@@ -7,9 +7,10 @@ from typing import Any
 
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.sizes import format_bytes
+from meshwright.devices.strategy_hooks import tracing_with
 from meshwright.errors import ProfileError
+from meshwright.models.library import library_of
 from meshwright.models.parts import bytes_of
-from meshwright.models.recurrence import as_loops
 from meshwright.models.stages import scopes_of
 from meshwright.models.work import flops_of
 
@@ -159,7 +160,7 @@ def profile_model(model: Any, batch_size: int, data: Any = None) -> Profile:
         return model.stateless_call(weights, others, inputs, **options)[0]
 
     install_keras_hooks()
-    with as_loops():
+    with tracing_with(library_of()):
         program = jax.make_jaxpr(forward)(weights, others, inputs)
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
     held: dict[str, list[Any]] = {}

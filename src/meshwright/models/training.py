@@ -4,7 +4,7 @@ It is traced for a number of samples that no other dim has, so that what grows w
 batch can be told from what does not, and one trace serves batches of all sizes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,12 +12,12 @@ from typing import Any, Literal
 from meshwright.devices.containers import map_leaves
 from meshwright.devices.keras_hooks import install_keras_hooks
 from meshwright.devices.step import batch_size
-from meshwright.devices.strategy_hooks import replacing_forward_pass
+from meshwright.devices.strategy_hooks import replacing_forward_pass, tracing_with
 from meshwright.errors import ProfileError
 from meshwright.models.forward import in_blocks
+from meshwright.models.library import library_of
 from meshwright.models.precision import keeping_precision, set_precision
 from meshwright.models.profile import own_inputs, refuse_unbuilt, shape_of
-from meshwright.models.recurrence import as_library_calls, as_loops
 from meshwright.models.stages import Input, Role, StagedProgram
 
 import jax
@@ -48,6 +48,8 @@ class TrainingStep:
     name: str
     program: ClosedJaxpr
     inputs: tuple[StepInput, ...]
+    wanted: frozenset[str] = frozenset()
+    """Layers that a library would compute, or does, where there is one."""
 
 
 def trace_training(
@@ -56,7 +58,7 @@ def trace_training(
     *,
     precision: str | None = None,
     remat: bool = False,
-    library: bool = False,
+    library: Collection[str] = (),
 ) -> TrainingStep:
     """Traces the training step of a compiled model; nothing is allocated or changed.
 
@@ -66,8 +68,8 @@ def trace_training(
             and its loss if left out.
         precision: What layers compute in; as the model has it if left out.
         remat: Whether blocks are computed again for the gradients.
-        library: Whether a library computes LSTM layers, as on a single GPU; they are
-            loops otherwise, whatever is here.
+        library: Layers that a library computes, of `"lstm"` and `"attention"`; all
+            others consist of operations, whatever is here.
 
     Raises:
         ProfileError: The model is not built or not compiled, or its data is not known.
@@ -76,8 +78,8 @@ def trace_training(
         groups = _state(model)
         shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
         again = replacing_forward_pass(model, in_blocks(lambda weights: weights))
-        layers = as_library_calls() if library else as_loops()
-        with layers, again if remat else nullcontext():
+        calls = library_of(library)
+        with tracing_with(calls), again if remat else nullcontext():
             program = jax.make_jaxpr(model.train_step)(shapes, batch)
     inputs = [
         StepInput(kind, variable.path, variable)
@@ -85,7 +87,7 @@ def trace_training(
         for variable in group
     ]
     inputs += [StepInput("data", "")] * (len(program.in_avals) - len(inputs))
-    return TrainingStep(model.name, program, tuple(inputs))
+    return TrainingStep(model.name, program, tuple(inputs), frozenset(calls.wanted))
 
 
 def trace_loss(
@@ -115,7 +117,7 @@ def trace_loss(
     with ready_to_train(model, data, SAMPLES, precision, metrics=False) as batch:
         groups = _state(model)
         shapes = tuple([shape_of(v) for v in group] for group, _ in groups)
-        with as_loops():
+        with tracing_with(library_of()):
             program, outputs = jax.make_jaxpr(run, return_shape=True)(shapes, batch)
     inputs = [
         Input(ROLES[kind], number)
@@ -320,7 +322,7 @@ def _outputs(model: Any, inputs: Any) -> Any:
 
     weights = [shape_of(v) for v in model.trainable_variables]
     others = [shape_of(v) for v in model.non_trainable_variables]
-    with as_loops():
+    with tracing_with(library_of()):
         return jax.eval_shape(forward, weights, others, inputs)
 
 

@@ -43,6 +43,10 @@ Trace = Callable[[str | None, bool], TrainingStep]
 """Traces a model's training step: in a precision, with remat or without."""
 
 
+TraceCalls = Callable[[str | None, bool, frozenset[str]], TrainingStep]
+"""The same, with layers that a library computes."""
+
+
 TracePieces = Callable[[str | None], StagedProgram]
 """Traces the forward pass of a training step, to be cut into stages."""
 
@@ -89,8 +93,8 @@ class MemoryModel:
         trace: Traces its training step; each is asked for once.
         platform: What it is compiled for.
         trace_pieces: Traces what is cut into stages; `trace_loss` if left out.
-        trace_calls: Traces its training step with LSTM layers that a library computes,
-            as on a single GPU; `trace_training` if left out.
+        trace_calls: Traces its training step with layers that a library computes, as on
+            GPUs; `trace_training` if left out.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class MemoryModel:
         trace: Trace,
         platform: Platform = "gpu",
         trace_pieces: TracePieces | None = None,
-        trace_calls: Trace | None = None,
+        trace_calls: TraceCalls | None = None,
     ) -> None:
         self._model = model
         self._platform: Platform = platform
@@ -108,8 +112,8 @@ class MemoryModel:
             lambda precision: trace_loss(model, precision=precision)
         )
         calls = trace_calls or (
-            lambda precision, remat: trace_training(
-                model, precision=precision, remat=remat, library=True
+            lambda precision, remat, library: trace_training(
+                model, precision=precision, remat=remat, library=library
             )
         )
         self._step_with_calls = lru_cache(maxsize=None)(calls)
@@ -137,7 +141,7 @@ class MemoryModel:
             self._splits(plan.fsdp, plan.tensor, plan.rules),
             pieces > 1,
             cut.number > 1,
-            plan.num_devices == 1 and self._may_call_library,
+            self._may_call(plan),
         )
         rest = gcd(cut.smaller, plan.num_replicas)
         held = cut.num_larger * cut.larger // pieces
@@ -236,15 +240,18 @@ class MemoryModel:
                 found[role] += value // ways
         return {role: found[role] for role in ("weight", "state", "shared", "metric")}
 
-    @cached_property
-    def _may_call_library(self) -> bool:
-        """Whether it has layers that a single GPU leaves to a library."""
-        import keras
+    def _may_call(self, plan: Plan) -> frozenset[str]:
+        """Layers that count as calls of a library, if there are such.
 
-        layers = self._model._flatten_layers()
-        return self._platform == "gpu" and any(
-            isinstance(layer, keras.layers.LSTM) for layer in layers
-        )
+        Attention is one under `tensor` and `remat` too, but programs for that could not
+        be looked at.
+        """
+        if self._platform == "cpu":
+            return frozenset()
+        found = {"lstm"} if plan.num_devices == 1 else set[str]()
+        if plan.tensor == 1 and not plan.remat:
+            found.add("attention")
+        return frozenset(found)
 
     @cached_property
     def _paths(self) -> list[str | None]:
@@ -327,10 +334,12 @@ class MemoryModel:
         splits: "_Splits",
         sums_over_samples: bool,
         is_accumulated: bool,
-        calls_library: bool,
+        may_call: frozenset[str],
     ) -> "_Program":
-        trace = self._step_with_calls if calls_library else self._step
-        step = trace(precision, remat)
+        step = self._step(precision, remat)
+        calls = step.wanted & may_call
+        if calls:
+            step = self._step_with_calls(precision, remat, calls)
         flat = flattened(step, self._platform)
         renewed = renewed_values(step, flat)
         platform = self._platform

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from meshwright.models.kernels import Kernel, Kernels, Product
+from meshwright.models.library import LIBRARY_CALLS, library_workspace
 from meshwright.models.operations import Operation, Size
-from meshwright.models.recurrence import LIBRARY_CALLS, library_workspace
 
 LIBRARY_WORKSPACE = 32 * 2**20
 """Bytes that XLA gives to cuBLAS for a matrix product, on Hopper chips."""
@@ -78,7 +78,9 @@ class Scratch:
                 found[number] += LIBRARY_WORKSPACE
             found[number] += _parts_of_sums(product, samples, sizes[made])
         for number, operation in self._library_calls:
-            found[number] += LIBRARY_WORKSPACE + library_workspace(operation, samples)
+            found[number] += library_workspace(operation, samples)
+            if operation.name.startswith("library_lstm"):
+                found[number] += LIBRARY_WORKSPACE
         for number, reads in self._moving:
             # They are moved for the library, which moves them once more.
             found[number] += 2 * int(sum(sizes[buffer] for buffer in reads))

@@ -64,9 +64,11 @@ class Workload:
         def trace(precision: str | None, remat: bool) -> TrainingStep:
             return trace_training(model, batch(), precision=precision, remat=remat)
 
-        def trace_calls(precision: str | None, remat: bool) -> TrainingStep:
+        def trace_calls(
+            precision: str | None, remat: bool, library: frozenset[str]
+        ) -> TrainingStep:
             levers: Any = {"precision": precision, "remat": remat}
-            return trace_training(model, batch(), **levers, library=True)
+            return trace_training(model, batch(), **levers, library=library)
 
         def trace_pieces(precision: str | None) -> StagedProgram:
             return trace_loss(model, batch(), precision=precision)

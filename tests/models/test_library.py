@@ -1,10 +1,11 @@
 """Recurrent layers are traced alike wherever that is done, as loops or as calls."""
 
+import importlib
 from types import SimpleNamespace
 
+from meshwright.models.library import library_workspace
 from meshwright.models.operations import Operation
 from meshwright.models.profile import build_abstractly, profile_model
-from meshwright.models.recurrence import library_workspace
 from meshwright.models.training import SAMPLES, TrainingStep, trace_loss, trace_training
 from meshwright.models.work import all_operations, count_flops
 
@@ -41,7 +42,7 @@ def test_on_a_host_with_a_gpu_layers_are_the_loops_that_they_are_elsewhere(
 
 
 def test_what_a_library_keeps_and_works_in_is_known_without_it() -> None:
-    step = trace_training(build_abstractly(recurrent), library=True)
+    step = trace_training(build_abstractly(recurrent), library={"lstm"})
     calls = [
         each
         for each in all_operations(step.program.jaxpr)
@@ -56,6 +57,44 @@ def test_what_a_library_keeps_and_works_in_is_known_without_it() -> None:
     assert [w.shape for w in weights[1:3]] == 2 * [(1, SAMPLES, 128)]
     both_ways = calls[1].outvars[0].aval
     assert both_ways.shape == (SAMPLES, 30, 32)
+
+
+def attending() -> keras.Model:
+    inputs = keras.Input((64, 32))
+    x = L.MultiHeadAttention(4, 8)(inputs, inputs, use_causal_mask=True)
+    masked = L.MultiHeadAttention(4, 8)(
+        x, x, attention_mask=keras.ops.ones((1, 64, 64))
+    )
+    model = keras.Model(inputs, L.Dense(1)(masked))
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("names", [set(), {"attention"}], ids=["operations", "calls"])
+def test_attention_in_half_precision_is_traced_without_asking_what_is_here(
+    names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*args: object, **options: object) -> bool:
+        raise AssertionError("what is here is not to matter")
+
+    nn = importlib.import_module("keras.src.backend.jax.nn")
+    monkeypatch.setattr(nn, "_can_use_flash_attention", ask)
+    model = build_abstractly(attending)
+    step = trace_training(model, precision="bfloat16", library=names)
+    assert step.wanted == {"attention"}
+    found = [name for name in names_in(step) if name.startswith("library")]
+    assert found == (
+        2 * ["library_attention"] + 2 * ["library_attention_gradient"] if names else []
+    )
+    whole = trace_training(model, library=names)
+    assert not whole.wanted, "cuDNN has no kernel for float32"
+    assert not any(name.startswith("library") for name in names_in(whole))
+
+
+def test_what_attention_works_in_is_what_a_program_for_an_h200_gave_to_cudnn() -> None:
+    facts = {"length": 128, "heads": 8, "size": 32}
+    gradient = Operation("library_attention_gradient", "other", facts, [], [], [], "")
+    assert library_workspace(gradient, 16) == pytest.approx(2_162_944, rel=1e-3)
 
 
 @pytest.mark.parametrize(
