@@ -47,7 +47,7 @@ def test_a_calibration_without_time_has_something_of_everything(
     assert len(speed.streams) == 13
     assert all(point.seconds > 0 for point in speed.streams)
     assert speed.dispatch > 0
-    assert speed.fresh > 0
+    assert speed.fresh >= 0, "a difference of times, of which others may take all"
     assert not speed.overlaps
     assert not speed.units
 
