@@ -17,6 +17,7 @@ from meshwright.errors import CheckpointError, CheckpointWarning
 from meshwright.train import checkpoint_save, checkpoint_store
 from meshwright.train.checkpoint_arrays import write_leaves
 from meshwright.train.checkpoint_disk import explain
+from meshwright.train.checkpoint_folder import remove
 from meshwright.train.checkpoint_store import CheckpointStore, Outcome
 
 import jax.numpy as jnp
@@ -53,6 +54,29 @@ def no_look_at_the_room() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_save, "check_room", lambda *room: None)
         yield
+
+
+def test_what_vanishes_while_a_folder_is_removed_does_not_save_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of a save that failed clear away what they wrote, too."""
+    (tmp_path / "folder").mkdir()
+    for name in "abc":
+        (tmp_path / "folder" / name).touch()
+    unlink = os.unlink
+    gone: list[str] = []
+
+    def unlink_as_second(name: str, *, dir_fd: int) -> None:
+        unlink(name, dir_fd=dir_fd)
+        if not gone:
+            gone.append(name)
+            raise FileNotFoundError(errno.ENOENT, "another was quicker", name)
+
+    monkeypatch.setattr(os, "unlink", unlink_as_second)
+    remove(tmp_path / "folder")
+    assert gone
+    assert not (tmp_path / "folder").exists()
+    remove(tmp_path / "folder")
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(

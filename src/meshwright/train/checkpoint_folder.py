@@ -178,9 +178,14 @@ def delete(folder: Path, step: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder that is no checkpoint, if it is there."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+    """Removes a folder that is no checkpoint, if it is there.
+
+    Threads of a save that failed may still be clearing away what they have written:
+    what vanishes meanwhile is no reason to leave the rest.
+    """
+    while os.path.lexists(folder):
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def tidy(folder: Path) -> None:

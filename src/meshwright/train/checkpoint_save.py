@@ -75,13 +75,16 @@ class Save:
     def _clear_away(self) -> None:
         """Removes what was written; what is left, the next save removes.
 
-        When one array could not be written, threads may still be at others.
+        When one array could not be written, threads may still be at others, and make
+        its folder anew.
         """
         deadline = time.monotonic() + _CLEARING_SECONDS
         while time.monotonic() < deadline:
             with suppress(OSError):
-                return remove(self._temporary)
+                remove(self._temporary)
             time.sleep(0.05)
+            if not self._temporary.exists():
+                return
 
     @property
     def _temporary(self) -> Path:
