@@ -3,7 +3,10 @@
 `python benchmarks/planner_memory.py` compiles training steps for eight virtual CPU
 devices, predicts what they need, and writes both to `benchmarks/results/`. Nothing is
 run. `--gpu` compiles for eight GPUs, of which one has to be there; `--collect FILE`
-compiles only, and `--collected FILE` compares with what another machine has compiled.
+compiles only, and `--collected FILE` compares with what another machine has compiled,
+also if that is a published table. `--again FILE` says how far two compilers, or two
+runs of one, are apart. `--trials FILE` predicts the steps that `planner_oom.py` has
+compiled for one GPU, of some GiB each.
 """
 
 import argparse
@@ -20,11 +23,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import meshwright as mw
 from meshwright.models.formulations import Platform
+from meshwright.models.profile import build_abstractly
 from meshwright.models.training import TrainingStep, trace_training
 from meshwright.parallel.plan import Plan
 from meshwright.planner.memory import MemoryEstimate, MemoryModel
@@ -179,6 +184,57 @@ def report(
     return "\n".join([summary, "", *head, *rows]) + "\n"
 
 
+def read_collected(file: Path) -> dict[str, Any]:
+    """What was compiled, from a file of `--collect` or a published one."""
+    records = json.loads(file.read_text())
+    return {name: each.get("compiled", each) or {} for name, each in records.items()}
+
+
+def report_again(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """A table of steps that were compiled twice."""
+    rows, far = [], 0
+    for name, record in first.items():
+        one, other = record.get("total"), second.get(name, {}).get("total")
+        if one and other:
+            far += max(one, other) / min(one, other) > 1.1
+            apart = f"{other / one - 1:+.1%}"
+            rows.append(f"| {name} | {_mib(one)} | {_mib(other)} | {apart} |")
+    summary = f"{len(rows)} steps were compiled twice; {far} differ by more than 10 %."
+    head = ["| case | first | second | |", "|---|---|---|---|"]
+    return "\n".join([summary, "", *head, *rows]) + "\n"
+
+
+def report_trials(files: Sequence[Path]) -> str:
+    """A table of the steps of `planner_oom.py`, and what arithmetic says of them."""
+    from planner_compiled import on_host
+    from planner_oom import make_model
+
+    compiled: dict[tuple[str, str, int], int] = {}
+    for file in files:
+        for trial in json.loads(file.read_text())["trials"]:
+            levers = json.dumps(trial["levers"], sort_keys=True)
+            known = trial["model"], levers, trial["batch"]
+            compiled.setdefault(known, trial["step_bytes"])
+    models: dict[str, MemoryModel] = {}
+    rows = []
+    for (name, levers, batch), total in sorted(compiled.items()):
+        if name not in models:
+            with on_host():
+                model = build_abstractly(partial(make_model, name, 1))
+            models[name] = _memory_model(model, "gpu")
+        plan = Plan(**json.loads(levers))
+        guess = models[name].estimate(plan, batch).total
+        what = f"{name}, {batch}: {plan.describe()}"
+        error = f"{guess / total - 1:+.1%}"
+        rows.append(f"| {what} | {_gib(total)} | {_gib(guess)} | {error} |")
+    head = ["| step | compiler | predicted | error |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB"
+
+
 def _mib(number: int) -> str:
     return f"{number / 2**20:.1f} MiB"
 
@@ -220,17 +276,26 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="compile for GPUs")
     parser.add_argument("--collect", type=Path, help="compile only, into this file")
     parser.add_argument("--collected", type=Path, help="compare with this file")
+    parser.add_argument("--again", type=Path, help="the same, compiled once more")
+    parser.add_argument("--trials", type=Path, nargs="+", help="results of planner_oom")
     parser.add_argument("--only", default="", help="cases whose name matches this")
     parser.add_argument("--jobs", type=int, default=1, help="compile so many at once")
     parser.add_argument("--programs", type=Path, help="folder for compiled programs")
     options = parser.parse_args()
+    if options.again:
+        files = options.collected, options.again
+        print(report_again(*map(read_collected, files)))
+        return
+    if options.trials:
+        print(report_trials(options.trials))
+        return
     start_devices(on_gpu=options.gpu)
     chosen = [case for case in CASES if re.search(options.only, case.name)]
     if options.collect:
         collect(chosen, options.collect, options.jobs, options.programs)
         return
     if options.collected:
-        collected = json.loads(options.collected.read_text())
+        collected = read_collected(options.collected)
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "collected.json")
