@@ -97,7 +97,15 @@ def compare_strategies(
     machine = fleet.part(number)
     work = Workload.of(model, machine.kind, data)
     rows = [
-        _row(name, judged(work, machine, plan, batch_size), model, fleet, data, tell)
+        _row(
+            name,
+            judged(work, machine, plan, batch_size),
+            model,
+            batch_size,
+            fleet,
+            data,
+            tell,
+        )
         for name, plan in plans_to_compare(number)
     ]
     rows.sort(key=lambda row: row["measured_seconds"] or float("inf"))
@@ -111,24 +119,21 @@ def compare_strategies(
     )
 
 
-def judged(
-    work: Workload, machine: Machine, plan: Plan, batch_size: int
-) -> tuple[Candidate, int]:
-    """What is predicted of a plan, and the batch."""
+def judged(work: Workload, machine: Machine, plan: Plan, batch_size: int) -> Candidate:
+    """What is predicted of a plan."""
     part = machine.part(plan.num_devices)
-    looked = search(work, part, known_speed(part), batch_size)
-    return looked.judge(plan), batch_size
+    return search(work, part, known_speed(part), batch_size).judge(plan)
 
 
 def _row(
     name: str,
-    found: tuple[Candidate, int],
+    candidate: Candidate,
     model: Any,
+    batch_size: int,
     fleet: Fleet,
     data: Any,
     tell: Tell,
 ) -> dict[str, Any]:
-    candidate, batch_size = found
     because = None if candidate.fits else candidate.because
     seconds = needed = None
     if candidate.fits:

@@ -235,7 +235,7 @@ def _named(
     name: str, work: Workload, fleet: Fleet, sizes: Mapping[int, int]
 ) -> dict[int, Candidate]:
     return {
-        number: judged(work, fleet.part(number), plan_of(name, number), size)[0]
+        number: judged(work, fleet.part(number), plan_of(name, number), size)
         for number, size in sizes.items()
     }
 

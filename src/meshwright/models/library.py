@@ -16,12 +16,6 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-LIBRARY_CALLS = {
-    *("library_lstm", "library_lstm_gradient"),
-    *("library_attention", "library_attention_gradient"),
-}
-"""The names of operations that stand for calls of the library."""
-
 KEPT_PER_STATE = 20
 """Numbers that cuDNN keeps for the gradient, for each number of each LSTM's state."""
 

@@ -23,6 +23,12 @@ Sort = Literal[
 ]
 """How an operation treats its inputs, which decides what it is computed with."""
 
+LIBRARY_CALLS = {
+    *("library_lstm", "library_lstm_gradient"),
+    *("library_attention", "library_attention_gradient"),
+}
+"""Those that stand for calls of cuDNN, see `models/library.py`."""
+
 SORTS: dict[str, Sort] = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "full", "empty"), "broadcast"),
     **dict.fromkeys(("slice", "pad", "concatenate", "rev", "dynamic_slice"), "moving"),
@@ -53,8 +59,7 @@ SORTS: dict[str, Sort] = {
             *("cholesky", "eigh", "random_bits", "threefry2x32", "shard_map"),
             *("rng_bit_generator", "random_seed", "random_split", "random_fold_in"),
             *("custom_call", "ffi_call", "triangular_solve", "qr", "svd", "lu"),
-            *("library_lstm", "library_lstm_gradient"),
-            *("library_attention", "library_attention_gradient"),
+            *LIBRARY_CALLS,
         ),
         "other",
     ),

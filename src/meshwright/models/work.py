@@ -99,18 +99,18 @@ def flops_of(operation: Any) -> int:
     if inner:
         times = int(operation.params.get("length", 1))
         return times * sum(map(count_flops, inner))
-    if operation.primitive.name in _LIBRARY_CALLS:
+    if operation.primitive.name in _CUDNN_CALLS:
         return _flops_of_library(operation)
     made = sum(prod(v.aval.shape) for v in operation.outvars)
     return made * _flops_per_number(operation)
 
 
-_LIBRARY_CALLS = {"rnn_fwd": (0, 3, 2), "rnn_bwd": (3, 6, 4)}
+_CUDNN_CALLS = {"rnn_fwd": (0, 3, 2), "rnn_bwd": (3, 6, 4)}
 """Calls of cuDNN: where inputs and weights are, and what is done with each weight."""
 
 
 def _flops_of_library(operation: Any) -> int:
-    x, weights, for_each = _LIBRARY_CALLS[operation.primitive.name]
+    x, weights, for_each = _CUDNN_CALLS[operation.primitive.name]
     samples, length, _ = operation.invars[x].aval.shape
     return for_each * int(samples * length * prod(operation.invars[weights].aval.shape))
 

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from meshwright.models.kernels import Kernel, Kernels, Product
-from meshwright.models.library import LIBRARY_CALLS, library_workspace
-from meshwright.models.operations import Operation, Size
+from meshwright.models.library import library_workspace
+from meshwright.models.operations import LIBRARY_CALLS, Operation, Size
 
 LIBRARY_WORKSPACE = 32 * 2**20
 """Bytes that XLA gives to cuBLAS for a matrix product, on Hopper chips."""

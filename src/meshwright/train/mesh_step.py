@@ -282,7 +282,10 @@ class MeshStep:
         self._called.add(key)
 
     def _warn_of_idle_devices(self, cut: Microbatches) -> None:
-        """Says once that training batches do not divide; a tail is no reason to."""
+        """Says once that training batches do not divide, or are too small for the mesh.
+
+        A tail is no reason to.
+        """
         if self._has_run or not self._programs.trains:
             return
         self._has_run = True
